@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, get_args
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.names import suggestion
 from megatrain.simulator.base.units import format_bytes, parse_bytes, parse_count
+from megatrain.simulator.model.attention_masks import documents_obstacle
 from megatrain.simulator.model.state_format import ANY, EXACT, FORMATS
 from megatrain.simulator.model.workload import Clipping, Gradients, Kernel, Scaling
 
@@ -480,7 +481,7 @@ def _documents_obstacle(args: argparse.Namespace, model: ModelSpec) -> str | Non
     """Returns the reason why attention cannot stay within a document, or None if it can."""
     from megatrain.simulator.model.attention_kernel import separates_documents
 
-    return model.documents_obstacle(args.seq) or (
+    return documents_obstacle(model, args.seq) or (
         None
         if separates_documents(args.attention)
         else f"--attention {args.attention}, which does not support document lengths"

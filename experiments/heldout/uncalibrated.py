@@ -3,7 +3,7 @@ megatrain.experiments.heldout.uncalibrated DIR`.
 
 It predicts each stored plan again with the current simulator, and prints the errors of the step and
 of device memory for each case. It also prints the memory traffic of forward, backward and head as a
-share of the bytes that `ModelSpec.work` counts. The traffic is (measured time - predicted time of
+share of the bytes that `op_work` counts. The traffic is (measured time - predicted time of
 matrix products and attention) x the rate of a copy. The medians over the fitted half of the models
 are the constants of `simulator/costs/kernel_traffic.py`. The other half tests them.
 """
@@ -28,6 +28,7 @@ from megatrain.simulator.compare.error_table import align
 from megatrain.simulator.costs import cost_model
 from megatrain.simulator.costs.datasheet import Datasheet
 from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model.op_work import op_work
 from megatrain.simulator.planner.assessment import assess
 from megatrain.simulator.policies import verified
 
@@ -44,7 +45,7 @@ class UncalibratedCase(NamedTuple):
     memory: float
     """Error of the peak of device memory."""
     shares: dict[str, float]
-    """Kind of op -> its memory traffic as a share of the bytes that `ModelSpec.work` counts."""
+    """Kind of op -> its memory traffic as a share of the bytes that `op_work` counts."""
 
     @property
     def fitted(self) -> bool:
@@ -63,7 +64,7 @@ def compare(row: HeldoutRow, stored: StoredTimeline, hardware: HardwareSpec) -> 
     taken, known, moved = (defaultdict[str, float](float) for _ in range(3))
     for op in schedule.ops:
         if op.kind in KINDS:
-            work = plan.model.work(op.kind, op.layer, plan.workload)
+            work = op_work(plan.model, op.kind, op.layer, plan.workload)
             taken[op.kind] += measured.by_op[op.id].duration_ns
             known[op.kind] += (
                 sheet.products_of_layers_ns(work)

@@ -30,8 +30,8 @@ from megatrain.simulator.engine import evaluator
 from megatrain.simulator.hardware.cost_table import COMPUTE_KINDS
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.memory.account import Account
+from megatrain.simulator.model.layer import DTYPE_BYTES
 from megatrain.simulator.model.metrics import tokens_per_second
-from megatrain.simulator.model.specs import DTYPE_BYTES
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.assessment import expected_ns, plan_account
 from megatrain.simulator.planner.capacity import resized

@@ -63,7 +63,9 @@ from megatrain.simulator.hardware.machine import (
     ATTENTION_HALF_TOKENS,
     HardwareSpec,
 )
-from megatrain.simulator.model.specs import DTYPE_BYTES, ModelSpec
+from megatrain.simulator.model.layer import DTYPE_BYTES
+from megatrain.simulator.model.op_work import attention_shape, op_work
+from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.state_format import EXACT
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.policies import lower
@@ -435,7 +437,7 @@ def calibrate(
         heads = bench.heads(subject, [work for _, work in runs], points)
         progress("attention alone")
         attention = {
-            measured.model.attention_shape(workload): attention_curve(
+            attention_shape(measured.model, workload): attention_curve(
                 measured.model, workload, device
             )
             for measured in (subject, *others)
@@ -460,7 +462,7 @@ def calibrate(
         device,
     )
     rate = attention_rate(
-        model, attention[model.attention_shape(workload)], rates.matmul_flops
+        model, attention[attention_shape(model, workload)], rates.matmul_flops
     ) or (ATTENTION_EFFICIENCY, ATTENTION_HALF_TOKENS)
     described = machine.describe(device)
     h2d, d2h = copy_curve(rates.copies["load_weights"]), copy_curve(rates.copies["save_gradients"])
@@ -586,7 +588,7 @@ def _attention_to_save(model: ModelSpec, workload: Workload) -> list[str]:
     layers = [
         layer.name for layer in model.decoders if model.can_save_attention(layer.name, fused=fused)
     ]
-    works = {layer: model.work("recompute", layer, workload) for layer in layers}
+    works = {layer: op_work(model, "recompute", layer, workload) for layer in layers}
     return [
         layer
         for layer, work in works.items()

@@ -7,7 +7,7 @@ from megatrain.runtime.files.model_files import Weights
 from megatrain.runtime.layers.functional_layers import layer_tensors
 from megatrain.runtime.memory.arenas import TORCH_DTYPE
 from megatrain.simulator.hardware.cost_table import COMPUTE_KINDS
-from megatrain.simulator.model.specs import EMBEDDING
+from megatrain.simulator.model.layer import EMBEDDING
 from megatrain.simulator.policies import lower
 from megatrain.simulator.schedule import Schedule, restricted_to_kinds
 from megatrain.simulator.schedule.plan import Plan

@@ -30,7 +30,7 @@ from megatrain.runtime.memory.arenas import Arenas
 from megatrain.runtime.optimizer import adamw as optimizer
 from megatrain.simulator.hardware.cost_table import KernelInterleaving
 from megatrain.simulator.hardware.limits import DRAM_LANES
-from megatrain.simulator.model.specs import LayerSpec
+from megatrain.simulator.model.layer import LayerSpec
 
 _WINDOW_SECONDS = 0.5
 """The length of a window in seconds."""

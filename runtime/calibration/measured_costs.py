@@ -17,6 +17,7 @@ from megatrain.runtime.calibration.profile_steps import StepProfile
 from megatrain.runtime.calibration.timing import rounded, spread
 from megatrain.simulator.hardware.cost_table import CostTable, Workspace
 from megatrain.simulator.hardware.limits import Curve
+from megatrain.simulator.model.op_work import op_work
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 
@@ -226,7 +227,7 @@ def linear_efficiency(
         attention: (`attention_efficiency`, `attention_half_tokens`).
     """
     layer = model.decoders[0]
-    work = model.work("forward", layer.name, workload)
+    work = op_work(model, "forward", layer.name, workload)
     seconds = table.compute["forward"][f"{layer.signature}/{workload.shape}"][1] / 1e9
     rest = work.moved_bytes / rates.device_bytes_per_s
     rest += (

@@ -27,7 +27,8 @@ from megatrain.runtime.layers.functional_layers import FunctionalLayers
 from megatrain.runtime.memory.arenas import Arenas
 from megatrain.runtime.memory.host_memory import HostMemory, map_pages
 from megatrain.simulator.hardware.cost_table import FixedCosts
-from megatrain.simulator.model.specs import DTYPE_BYTES, ModelSpec
+from megatrain.simulator.model.layer import DTYPE_BYTES
+from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Scaling, Workload
 from megatrain.simulator.schedule import Buffer, Schedule
 

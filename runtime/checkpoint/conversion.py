@@ -25,7 +25,7 @@ from megatrain.runtime.optimizer.blockwise import (
     records,
     rounding_keys,
 )
-from megatrain.simulator.model.specs import LayerSpec
+from megatrain.simulator.model.layer import LayerSpec
 from megatrain.simulator.model.state_format import FORMATS, StateFormat
 from megatrain.simulator.schedule.update_layout import update_layout
 

@@ -14,7 +14,7 @@ from megatrain.runtime.files.malformed_file import MalformedFile
 from megatrain.runtime.files.model_files import weight_sources
 from megatrain.runtime.files.tensor_stream import TensorSource
 from megatrain.runtime.memory.arenas import TORCH_DTYPE
-from megatrain.simulator.model.specs import LayerSpec
+from megatrain.simulator.model.layer import LayerSpec
 from megatrain.simulator.schedule.arithmetic import StateClass, layer_state_of
 
 

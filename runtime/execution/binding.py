@@ -21,7 +21,7 @@ from megatrain.runtime.memory.arenas import Arenas
 from megatrain.runtime.optimizer import adamw as optimizer
 from megatrain.runtime.optimizer.settings import AdamW
 from megatrain.runtime.ranks import Ranks
-from megatrain.simulator.model.specs import EMBEDDING
+from megatrain.simulator.model.layer import EMBEDDING
 from megatrain.simulator.schedule import Op, Schedule, base_buffer, computes_output, parse_id
 from megatrain.simulator.schedule.arithmetic import NORM_ROW, micro_batch_of
 from megatrain.simulator.schedule.plan import Plan

@@ -16,7 +16,8 @@ from typing import NamedTuple
 from megatrain.runtime.files.checkpoint_names import hub_name
 from megatrain.runtime.optimizer.settings import AdamW
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.model.specs import LayerSpec, ModelSpec, TensorSpec
+from megatrain.simulator.model.layer import LayerSpec, TensorSpec
+from megatrain.simulator.model.specs import ModelSpec
 
 
 class ParamGroup(NamedTuple):

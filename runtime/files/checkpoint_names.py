@@ -20,7 +20,7 @@ from megatrain.runtime.files.decoder_stack import DecoderStack, match_from_pretr
 from megatrain.runtime.files.stored_tensors import StoredTensors
 from megatrain.runtime.files.tensor_stream import TensorSource
 from megatrain.simulator.model.families import FAMILIES, INSIDE
-from megatrain.simulator.model.specs import EMBEDDING, HEAD
+from megatrain.simulator.model.layer import EMBEDDING, HEAD
 
 
 def _heads() -> frozenset[str]:

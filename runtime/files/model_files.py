@@ -25,8 +25,9 @@ from megatrain.runtime.optimizer import adamw as optimizer
 from megatrain.runtime.ranks import Ranks
 from megatrain.simulator.base.atomic_files import AtomicWrite
 from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.model.layer import LayerSpec
 from megatrain.simulator.model.optimizer import find
-from megatrain.simulator.model.specs import LayerSpec, ModelSpec
+from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Dtype, Workload
 from megatrain.simulator.schedule import Schedule
 from megatrain.simulator.schedule.arithmetic import part_elements

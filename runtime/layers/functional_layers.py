@@ -42,8 +42,11 @@ from megatrain.runtime.layers.supported import dropout_keys
 from megatrain.runtime.layers.table_gradient import TableGradient
 from megatrain.runtime.memory.arenas import TORCH_DTYPE, Arenas
 from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.model.attention_masks import mask_bytes
 from megatrain.simulator.model.families import FAMILIES, UNFUSED_ATTENTION, WIDE_HEADS
-from megatrain.simulator.model.specs import EMBEDDING, HEAD, LayerSpec, ModelSpec
+from megatrain.simulator.model.layer import EMBEDDING, HEAD, LayerSpec
+from megatrain.simulator.model.op_work import projected_rows
+from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 
 _log = logging.getLogger(__name__)
@@ -218,7 +221,7 @@ class FunctionalLayers:
             self._causal_arguments = self._separating_arguments(0, None)
         elif not (
             self._by_lengths
-            and model.mask_bytes(msgspec.structs.replace(workload, documents=False))
+            and mask_bytes(model, msgspec.structs.replace(workload, documents=False))
         ):
             self._causal_arguments = self._embedding_and_head.arguments(
                 workload.batch, workload.sequence, None
@@ -648,9 +651,9 @@ class FunctionalLayers:
 
     def _padded(self, named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Returns the parameters of the head. If the matrix products are faster with more rows
-        (`ModelSpec.projected_rows`), the projection is padded with rows of zeros.
+        (`projected_rows`), the projection is padded with rows of zeros.
         """
-        rows = self.model.projected_rows(self.workload) - self.model.vocabulary
+        rows = projected_rows(self.model, self.workload) - self.model.vocabulary
         if not rows:
             return named
         padded = dict(named)

@@ -23,6 +23,7 @@ from torch.backends import cuda as sdp
 
 from megatrain.runtime.layers.documents import begins
 from megatrain.runtime.layers.sinks import add_sinks, sink_gradient
+from megatrain.simulator.model.attention_masks import document_attention
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 
@@ -49,7 +50,7 @@ def takes_lengths(model: ModelSpec, workload: Workload, device: torch.device) ->
     attention, bf16, and attention scores that a fused kernel can compute.
     """
     fused = model.fuses_scores(workload)
-    if device.type != "cuda" or model.document_attention(workload.dtype, fused=fused) != "lengths":
+    if device.type != "cuda" or document_attention(model, workload.dtype, fused=fused) != "lengths":
         return False
     heads, pairs, size = model.heads
     width = _aligned(size)

@@ -6,8 +6,10 @@ from pathlib import Path
 
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import read_config
+from megatrain.simulator.model.attention_masks import documents_obstacle
 from megatrain.simulator.model.families import FAMILIES, INSIDE, nulls_of
-from megatrain.simulator.model.specs import EMBEDDING, ModelSpec
+from megatrain.simulator.model.layer import EMBEDDING
+from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 
 DROPOUT = (
@@ -135,7 +137,7 @@ def refuse_unsupported(model: ModelSpec, workload: Workload | None = None) -> No
     if (
         workload is not None
         and workload.documents
-        and (obstacle := model.documents_obstacle(workload.sequence))
+        and (obstacle := documents_obstacle(model, workload.sequence))
     ):
         raise UserError(
             where,

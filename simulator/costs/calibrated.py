@@ -64,6 +64,7 @@ from megatrain.simulator.memory.formulas import (
     fp8_temporary_bytes,
     workspace_estimate,
 )
+from megatrain.simulator.model.attention_masks import mask_bytes
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import (
     DOCUMENTS,
@@ -567,8 +568,8 @@ class Calibrated(ContendedCosts):
             )
         if found or other is None:
             return found
-        more = model.mask_bytes(workload) - model.mask_bytes(
-            msgspec.structs.replace(workload, documents=not workload.documents)
+        more = mask_bytes(model, workload) - mask_bytes(
+            model, msgspec.structs.replace(workload, documents=not workload.documents)
         )
         return msgspec.structs.replace(other, layer=max(other.layer + more, 0))
 

@@ -17,14 +17,14 @@
 
 The three terms of a compute op are added because its kernels run one after the other. A matrix
 product also takes longer by about the time of reading its weights (docs/lab_notes.md, "Matrix
-products of few tokens"). `ModelSpec.work` counts the traffic of eager PyTorch, and `traffic_share`
+products of few tokens"). `op_work` counts the traffic of eager PyTorch, and `traffic_share`
 corrects it for compiled layers and for experts. The time of kernel launches is not counted, so
 predictions for a few hundred tokens are too fast.
 
 The attention rate is that of the workload's kernel, if the machine has it. With documents, flash
 attention receives their lengths, and the prediction treats each row as one document. Shorter
 documents take less time. A kernel that receives a mask, for documents or for a window, also
-computes masked pairs (`ModelSpec.computed_pairs`). Masks for documents were not measured.
+computes masked pairs (`computed_pairs`). Masks for documents were not measured.
 
 Copies beyond a measured curve are flagged as extrapolated, and so are layers whose attention uses a
 mask for documents. The machine's `uncertainty` says how inaccurate the rates may be.
@@ -53,9 +53,19 @@ from megatrain.simulator.hardware.cost_table import (
     CostTable,
 )
 from megatrain.simulator.hardware.machine import AttentionRate, HardwareSpec
+from megatrain.simulator.model.attention_masks import document_attention
 from megatrain.simulator.model.families import UNFUSED_ATTENTION
+from megatrain.simulator.model.layer import DTYPE_BYTES
+from megatrain.simulator.model.op_work import (
+    Work,
+    attention_shape,
+    computed_pairs,
+    longest_product_flops,
+    op_work,
+    share_of_row,
+)
 from megatrain.simulator.model.optimizer import find
-from megatrain.simulator.model.specs import DTYPE_BYTES, ModelSpec, Work
+from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload, is_rebuilding
 from megatrain.simulator.schedule import (
     SAVED_ATTENTION_SUFFIX,
@@ -88,7 +98,7 @@ token's row. It was measured alone on an H200, with the embedding of 7B: 1.25 ms
 and 1 block, 1.62 ms with 4 blocks; 3.28 and 3.77 ms with 32,768 tokens. It is hardly limited by the
 memory's bandwidth, so it is used for every GPU."""
 _ATTENTION_BACKWARD = 1.25
-"""FLOPs of the backward pass of flash attention, relative to those in `ModelSpec.work`. It has five
+"""FLOPs of the backward pass of flash attention, relative to those in `op_work`. It has five
 matrix products instead of four, because it recomputes the scores (Dao, 2023)."""
 _LEAST_OTHER_WORK = 0.05
 """The least share of a layer's time that is not attention."""
@@ -158,7 +168,7 @@ class Datasheet(EstimatedCosts):
         # Written-out scores always include the masked pairs, so documents change nothing there.
         self.masked = (
             workload.documents
-            and model.document_attention(workload.dtype, fused=fused) == "mask"
+            and document_attention(model, workload.dtype, fused=fused) == "mask"
             and (model.family not in UNFUSED_ATTENTION or fused)
         )
         products = hardware.peak_tflops.get("bf16", hardware.peak_tflops[workload.dtype])
@@ -184,7 +194,7 @@ class Datasheet(EstimatedCosts):
     @property
     def product_ns(self) -> float:
         """The time of the longest matrix product of a decoder layer, in ns."""
-        flops = self.model.longest_product_flops(self.workload, self._fp8_speed)
+        flops = longest_product_flops(self.model, self.workload, self._fp8_speed)
         return flops / self._linear_flops_per_ns
 
     def collective_bytes(self, gpus: int) -> int:
@@ -209,7 +219,7 @@ class Datasheet(EstimatedCosts):
         kind = _work_of(op)
         full = msgspec.structs.replace(
             op,
-            flops=self.model.work(kind, op.layer, self.workload).flops,
+            flops=op_work(self.model, kind, op.layer, self.workload).flops,
             shape=f"{layer.removesuffix(SAVED_ATTENTION_SUFFIX)}/{workload}",
         )
         return full, self._op_ns(op) / self._op_ns(full)
@@ -223,11 +233,11 @@ class Datasheet(EstimatedCosts):
         self, kind: str, layer: str, *, kept: bool = False, rebuilt: bool = False
     ) -> int:
         """Returns the time of a compute op in ns. `kept` and `rebuilt` are those of
-        `ModelSpec.work`.
+        `op_work`.
         """
         key = (kind, layer, kept, rebuilt)
         if key not in self._computed:
-            work = self.model.work(kind, layer, self.workload, kept=kept, rebuilt=rebuilt)
+            work = op_work(self.model, kind, layer, self.workload, kept=kept, rebuilt=rebuilt)
             self._computed[key] = math.ceil(
                 self.products_of_layers_ns(work)
                 + (0 if kept else self.attention_ns(kind, layer))
@@ -267,11 +277,11 @@ class Datasheet(EstimatedCosts):
         If the kernel was measured, it is the time of one full causal row, multiplied by the number
         of pairs of tokens in the op and divided by their number in that row.
         """
-        flops = self.model.work(kind, layer, self.workload).attention_flops
+        flops = op_work(self.model, kind, layer, self.workload).attention_flops
         if not flops:
             return 0.0
-        computed = self.model.computed_pairs(layer, self.workload)
-        if self._row and (share := self.model.share_of_row(layer, self.workload)):
+        computed = computed_pairs(self.model, layer, self.workload)
+        if self._row and (share := share_of_row(self.model, layer, self.workload)):
             return computed * share * self._row[kind == "backward"]
         backward = _ATTENTION_BACKWARD if kind == "backward" else 1
         return computed * backward * flops / self._attention_rate(self.workload.sequence)
@@ -311,7 +321,7 @@ class Datasheet(EstimatedCosts):
             attention_flops: FLOPs of the other op's attention.
             sequence: length of the other op's sequences, in tokens.
         """
-        work = self.model.work(_work_of(op), op.layer, self.workload)
+        work = op_work(self.model, _work_of(op), op.layer, self.workload)
         rate = self._attention_rate(sequence)
         backward = _ATTENTION_BACKWARD if op.kind == "backward" else 1
         other = max(duration - backward * attention_flops / rate, _LEAST_OTHER_WORK * duration)
@@ -331,8 +341,8 @@ class Datasheet(EstimatedCosts):
 
     def with_flops(self, op: Op) -> Op:
         """Returns a decoder layer's `op` with the FLOPs that its shape has in this workload."""
-        work = self.model.work(
-            _work_of(op), op.layer, self.workload, kept=has_saved_attention(op.shape)
+        work = op_work(
+            self.model, _work_of(op), op.layer, self.workload, kept=has_saved_attention(op.shape)
         )
         return msgspec.structs.replace(op, flops=work.flops)
 
@@ -413,7 +423,7 @@ def measured_row(
     The time divided by the sequence length S is linear in S (`interpolation.py`). It is
     interpolated between the measured lengths, and continues the outermost segment beyond them.
     """
-    points = table.attention.get(model.attention_shape(workload), ()) if table else ()
+    points = table.attention.get(attention_shape(model, workload), ()) if table else ()
     if len(points) < 2:
         return None
     picoseconds = (

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from megatrain.simulator.hardware.cost_table import PASS_KINDS
+from megatrain.simulator.model.layer import DTYPE_BYTES, EMBEDDING
 from megatrain.simulator.model.muon import CODED_GPU_BYTES, GPU_BYTES
 from megatrain.simulator.model.optimizer import find
-from megatrain.simulator.model.specs import DTYPE_BYTES, EMBEDDING, ModelSpec
+from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.state_format import CODED_GRADIENT_BYTES, FORMATS, UPDATE_COSTS
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.schedule import Op

@@ -1,4 +1,4 @@
-"""The memory traffic of compute ops, relative to the formula of `ModelSpec.work`.
+"""The memory traffic of compute ops, relative to the formula of `op_work`.
 
 The formula counts the bytes that eager PyTorch's elementwise kernels read and write in a dense
 layer. Their time is that of a copy of as many bytes. Three kinds of layers differ:
@@ -44,7 +44,7 @@ _COMPILED_EXPERTS = _Shares(forward=1.46, backward=0.56, head=0.36)
 
 
 def traffic_share(model: ModelSpec, workload: Workload, kind: str, layer: str) -> float:
-    """Returns the traffic of a compute op relative to the formula of `ModelSpec.work`.
+    """Returns the traffic of a compute op relative to the formula of `op_work`.
 
     Args:
         model: the model.

@@ -180,7 +180,7 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Kind of compute op -> `Op.shape` -> (amount, duration_ns). The amount is `Op.amount`, by
     which durations of other shapes are scaled."""
     attention: dict[str, tuple[tuple[int, int, int], ...]] = {}
-    """`ModelSpec.attention_shape` -> points (S, forward_ns, backward_ns) of the attention kernel
+    """`attention_shape` -> points (S, forward_ns, backward_ns) of the attention kernel
     alone, on one causal sequence of S tokens, in ascending order of S. They are used to predict a
     layer at other sequence lengths: its attention and its other work scale differently."""
     activations: dict[str, tuple[int, int]] = {}

@@ -8,7 +8,16 @@ import functools
 import math
 
 from megatrain.simulator.hardware.cost_table import Workspace
-from megatrain.simulator.model.specs import DTYPE_BYTES, EMBEDDING, ModelSpec
+from megatrain.simulator.model.attention_masks import added_mask_bytes, mask_bytes, saved_mask_bytes
+from megatrain.simulator.model.layer import DTYPE_BYTES, EMBEDDING
+from megatrain.simulator.model.layer_memory import (
+    added_fp8_bytes,
+    max_saved_bytes,
+    rebuilt_bytes,
+    transient_bytes,
+)
+from megatrain.simulator.model.op_work import projected_rows
+from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.schedule.arithmetic import summed_columns
 
@@ -18,7 +27,7 @@ def activations_estimate(model: ModelSpec, workload: Workload) -> int:
     """Returns the estimated bytes of the saved activations of one decoder layer for one
     micro-batch. If layers differ, it is the largest.
 
-    The activations are the tensors that autograd saves, by `ModelSpec.max_saved_bytes`,
+    The activations are the tensors that autograd saves, by `max_saved_bytes`,
     `saved_mask_bytes` and `fp8_saved_bytes`, and the layer's output, which exists until the layer's
     backward pass. On an H200, the estimate is within 0.1 % of the measured bytes for four models
     with eager layers (experiments/results). For one model with compiled layers, which save less, it
@@ -26,7 +35,8 @@ def activations_estimate(model: ModelSpec, workload: Workload) -> int:
     """
     compiled = _compiled(model, workload)
     return (
-        model.max_saved_bytes(
+        max_saved_bytes(
+            model,
             workload.tokens,
             workload.sequence,
             workload.dtype,
@@ -34,7 +44,7 @@ def activations_estimate(model: ModelSpec, workload: Workload) -> int:
             compiled=compiled,
             fused=model.fuses_scores(workload),
         )
-        + model.saved_mask_bytes(workload)
+        + saved_mask_bytes(model, workload)
         + workload.tokens * model.carried * DTYPE_BYTES[workload.dtype]
         + fp8_saved_bytes(model, workload)
     )
@@ -43,10 +53,10 @@ def activations_estimate(model: ModelSpec, workload: Workload) -> int:
 @functools.lru_cache(maxsize=16)
 def rebuilt_estimate(model: ModelSpec, workload: Workload) -> int:
     """Returns the bytes that a decoder layer saves less for one micro-batch if it rebuilds outputs
-    (`ModelSpec.rebuilt_bytes`). If layers differ, it is the smallest number. 0 if layers cannot.
+    (`rebuilt_bytes`). If layers differ, it is the smallest number. 0 if layers cannot.
     """
     layers = {layer.signature: layer.name for layer in model.decoders}.values()
-    return min(model.rebuilt_bytes(layer, workload) for layer in layers)
+    return min(rebuilt_bytes(model, layer, workload) for layer in layers)
 
 
 def _compiled(model: ModelSpec, workload: Workload) -> bool:
@@ -60,14 +70,14 @@ def _compiled(model: ModelSpec, workload: Workload) -> bool:
 def fp8_saved_bytes(model: ModelSpec, workload: Workload) -> int:
     """Returns the additional bytes that a decoder layer saves because its products are in fp8.
 
-    Compiled layers save `ModelSpec.fp8_saved_bytes`, which may be negative. Eager layers save 0,
+    Compiled layers save `added_fp8_bytes`, which may be negative. Eager layers save 0,
     because they save the bf16 operands with and without fp8. The result is the largest number of
     all layers, and 0 without fp8.
     """
     if not (workload.fp8 and workload.compiled):
         return 0
     return max(
-        model.fp8_saved_bytes(layer.name, workload) if layer.compilable else 0
+        added_fp8_bytes(model, layer.name, workload) if layer.compilable else 0
         for layer in {layer.signature: layer for layer in model.decoders}.values()
     )
 
@@ -162,11 +172,11 @@ def workspace_estimate(model: ModelSpec, workload: Workload) -> Workspace:
       * C d (16 + b) for the norm at most, or 2 C d b if it is compiled.
       * (D - d) C b if a token carries D > d elements, for the gradient of a chunk of them.
       * The bytes of the padded matrix, if its rows are padded to a multiple of 8
-        (`ModelSpec.projected_rows`). A compiler pads by itself. It may hold padded copies of the
+        (`projected_rows`). A compiler pads by itself. It may hold padded copies of the
         matrix, of its gradient, and of the gradient of the logits.
 
-    * layer: `ModelSpec.transient_bytes` plus `ModelSpec.mask_bytes` and `fp8_temporary_bytes`,
-      without the masks that layers save (`ModelSpec.added_mask_bytes`).
+    * layer: `transient_bytes` plus `mask_bytes` and `fp8_temporary_bytes`,
+      without the masks that layers save (`added_mask_bytes`).
     * update: AdamW works in place. A sum of squares needs 4 bytes per row of 4,096 elements of the
       largest layer.
     """
@@ -186,11 +196,12 @@ def workspace_estimate(model: ModelSpec, workload: Workload) -> Workspace:
     head += (model.carried - model.hidden) * chunk * width
     if workload.compiled and model.vocabulary % 8:
         head += logits + 2 * matrix * width
-    elif (padded := model.projected_rows(workload)) > model.vocabulary:
+    elif (padded := projected_rows(model, workload)) > model.vocabulary:
         head += padded * model.hidden * width
     head = max(head, embedding_bytes(model, workload))
     layer = (
-        model.transient_bytes(
+        transient_bytes(
+            model,
             tokens,
             workload.sequence,
             workload.dtype,
@@ -199,8 +210,8 @@ def workspace_estimate(model: ModelSpec, workload: Workload) -> Workspace:
             groups=workload.groups,
             fused=model.fuses_scores(workload),
         )
-        + model.mask_bytes(workload)
-        - model.added_mask_bytes(workload)
+        + mask_bytes(model, workload)
+        - added_mask_bytes(model, workload)
         + fp8_temporary_bytes(model, workload)
     )
     return Workspace(

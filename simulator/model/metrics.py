@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+from megatrain.simulator.model.op_work import head_flops, layer_flops
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 
@@ -32,8 +33,8 @@ def mfu(
     each of `gpus` devices in the workload's dtype, in 10^12 FLOP/s.
     """
     layers = sum(
-        model.layer_flops(layer.name, workload.tokens, workload.sequence)
+        layer_flops(model, layer.name, workload.tokens, workload.sequence)
         for layer in model.decoders
     )
-    forward = layers + model.head_flops(workload.tokens)
+    forward = layers + head_flops(model, workload.tokens)
     return 3 * forward * workload.accumulation / step_seconds / (gpus * peak_tflops * 1e12)

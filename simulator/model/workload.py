@@ -103,7 +103,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     documents: bool = False
     """True if a row may hold several documents or padding. Attention then stays inside a document.
     It is False by default, because some models and kernels cannot do that
-    (`ModelSpec.documents_obstacle`). Commands set it to True for all models that can, so pass
+    (`documents_obstacle`). Commands set it to True for all models that can, so pass
     `documents=True` in Python to get the same workload."""
     no_dropout: bool = False
     """True if dropout and router noise in the model's config are ignored. If it is False, a model

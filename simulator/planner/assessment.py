@@ -28,7 +28,8 @@ from megatrain.simulator.memory.formulas import (
     tuning_bytes,
     workspace_estimate,
 )
-from megatrain.simulator.model.specs import DTYPE_BYTES
+from megatrain.simulator.model.attention_masks import mask_bytes
+from megatrain.simulator.model.layer import DTYPE_BYTES
 from megatrain.simulator.schedule import LANES, OFFLOADING, Op, Schedule
 from megatrain.simulator.schedule.arithmetic import blocks_of, part_elements
 from megatrain.simulator.schedule.plan import Knobs, Plan, Prediction
@@ -186,7 +187,7 @@ def plan_account(plan: Plan, schedule: Schedule, costs: CostModel) -> Account:
     workspace += costs.collective_bytes(plan.gpus)
     if plan.workload.documents:
         # Each micro-batch of a group has its own masks, and all masks exist until the head is done.
-        workspace += (plan.knobs.micro_batch_group - 1) * plan.model.mask_bytes(plan.workload)
+        workspace += (plan.knobs.micro_batch_group - 1) * mask_bytes(plan.model, plan.workload)
     extra = {}
     if any(buffer.place == "host" for buffer in schedule.buffers):
         extra = {PROCESS: costs.process_bytes, TUNING: tuning_bytes(plan.model, plan.workload)}

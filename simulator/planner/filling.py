@@ -26,7 +26,7 @@ import msgspec
 from megatrain.simulator import policies
 from megatrain.simulator.costs import CostModel
 from megatrain.simulator.memory.account import Account
-from megatrain.simulator.model.specs import EMBEDDING
+from megatrain.simulator.model.layer import EMBEDDING
 from megatrain.simulator.planner.assessment import activations_bytes, plan_account, with_knobs
 from megatrain.simulator.schedule import Op
 from megatrain.simulator.schedule.arithmetic import (

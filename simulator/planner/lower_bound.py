@@ -31,7 +31,7 @@ from collections.abc import Iterable
 from megatrain.simulator import policies
 from megatrain.simulator.costs import CostModel
 from megatrain.simulator.costs.protocol import ContendedCosts
-from megatrain.simulator.model.specs import ALIGNMENT, DTYPE_BYTES, EMBEDDING
+from megatrain.simulator.model.layer import ALIGNMENT, DTYPE_BYTES, EMBEDDING
 from megatrain.simulator.planner.assessment import without_unused_inputs
 from megatrain.simulator.policies.building.training_step import update_flops
 from megatrain.simulator.schedule import Op

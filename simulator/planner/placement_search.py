@@ -65,7 +65,7 @@ import msgspec
 from megatrain.simulator import policies
 from megatrain.simulator.costs import CostModel
 from megatrain.simulator.costs.remembered import Remembered, costs_sizes
-from megatrain.simulator.model.specs import DTYPE_BYTES
+from megatrain.simulator.model.layer import DTYPE_BYTES
 from megatrain.simulator.planner.assessment import (
     Estimate,
     InShortGroups,

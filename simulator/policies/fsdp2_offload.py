@@ -25,7 +25,7 @@ Host bytes per parameter:
 
 from __future__ import annotations
 
-from megatrain.simulator.model.specs import EMBEDDING
+from megatrain.simulator.model.layer import EMBEDDING
 from megatrain.simulator.policies.building.builder import Builder
 from megatrain.simulator.policies.building.slot_cache import pool_of
 from megatrain.simulator.policies.offload_peers import Gathered, PeerPolicy, rounding

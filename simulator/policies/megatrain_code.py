@@ -37,7 +37,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megatrain.simulator.model.specs import DTYPE_BYTES, EMBEDDING
+from megatrain.simulator.model.layer import DTYPE_BYTES, EMBEDDING
+from megatrain.simulator.model.layer_memory import max_saved_bytes
 from megatrain.simulator.policies.building.builder import Builder
 from megatrain.simulator.policies.building.slot_cache import pool_of
 from megatrain.simulator.policies.offload_peers import rounding, workspace
@@ -155,7 +156,7 @@ class _Code:
         builder.slots(
             "device.hidden", self.interval + 2, hidden, "hidden", dtype, scales_with_tokens=True
         )
-        saved = self.model.max_saved_bytes(self.work.tokens, self.work.sequence, self.work.dtype)
+        saved = max_saved_bytes(self.model, self.work.tokens, self.work.sequence, self.work.dtype)
         builder.slots(
             "device.activations", 1, saved, "activations", dynamic=True, scales_with_tokens=True
         )

@@ -30,7 +30,8 @@ from typing import ClassVar
 
 import msgspec
 
-from megatrain.simulator.model.specs import DTYPE_BYTES, EMBEDDING
+from megatrain.simulator.model.layer import DTYPE_BYTES, EMBEDDING
+from megatrain.simulator.model.layer_memory import max_saved_bytes, transient_bytes
 from megatrain.simulator.policies.building.builder import Builder
 from megatrain.simulator.policies.building.slot_cache import SlotCache, pool_of
 from megatrain.simulator.policies.building.training_step import compute
@@ -78,8 +79,8 @@ def workspace(builder: Builder, plan: Plan) -> int:
 
     Returns its bytes.
     """
-    size = plan.model.transient_bytes(
-        plan.workload.tokens, plan.workload.sequence, plan.workload.dtype
+    size = transient_bytes(
+        plan.model, plan.workload.tokens, plan.workload.sequence, plan.workload.dtype
     )
     builder.persistent("device.workspace", "layer", size, "workspace")
     return size
@@ -142,8 +143,8 @@ class Offload:
         """
         self.passes = itertools.count()
         """Numbers of the host passes."""
-        reused = workspace(builder, plan) + plan.model.max_saved_bytes(
-            plan.workload.tokens, plan.workload.sequence, plan.workload.dtype
+        reused = workspace(builder, plan) + max_saved_bytes(
+            plan.model, plan.workload.tokens, plan.workload.sequence, plan.workload.dtype
         )
         reused += leaving * (2 * self.decoder + self.vocabulary) + landing_bytes * (
             self.decoder + self.vocabulary

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.model.specs import DTYPE_BYTES
+from megatrain.simulator.model.layer import DTYPE_BYTES
 from megatrain.simulator.policies.building.builder import Builder
 from megatrain.simulator.policies.building.clipping import Clipping
 from megatrain.simulator.policies.building.parameter_store_policy import ParameterStorePolicy

@@ -26,7 +26,7 @@ Host bytes per parameter:
 
 from __future__ import annotations
 
-from megatrain.simulator.model.specs import DTYPE_BYTES
+from megatrain.simulator.model.layer import DTYPE_BYTES
 from megatrain.simulator.policies.building.builder import Builder
 from megatrain.simulator.policies.offload_peers import (
     Gathered,

@@ -16,8 +16,10 @@ from collections.abc import Set as AbstractSet
 from typing import Any, Literal, NamedTuple
 
 from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.model.layer import EMBEDDING
+from megatrain.simulator.model.op_work import op_work
 from megatrain.simulator.model.optimizer import find
-from megatrain.simulator.model.specs import EMBEDDING, ModelSpec
+from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.state_format import FORMATS, PLANE_BYTES, PlaneDtype
 from megatrain.simulator.model.workload import Dtype, Gradients, Workload, rebuilding, shortened
 from megatrain.simulator.schedule import SAVED_ATTENTION_SUFFIX, WHOLE_SUFFIX, BufferDtype
@@ -283,7 +285,7 @@ def _cost_keys(
         and not read
         and bool(model.last_products(layer, work))
     )
-    flops = model.work("forward" if read else kind, layer, work, kept=kept).flops
+    flops = op_work(model, "forward" if read else kind, layer, work, kept=kept).flops
     signature = (
         (model.stack[layer].signature if layer else model.shape)
         + (WHOLE_SUFFIX if whole else "")

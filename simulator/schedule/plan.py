@@ -89,7 +89,7 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     micro-batches. The accumulation must be a multiple of this number."""
     rebuild_outputs: int = 0
     """0 or 1. With 1, compiled layers do not save the outputs of norms and the product of gate and
-    up. The backward pass computes them again (`ModelSpec.rebuilt_bytes`). The activations of a
+    up. The backward pass computes them again (`rebuilt_bytes`). The activations of a
     layer then take up to a third less memory, and its backward pass takes about 2 % longer. It has
     no effect on layers that cannot rebuild outputs (`ModelSpec.rebuilding_products`)."""
     exchange_bytes: int = 0

@@ -12,9 +12,10 @@ import functools
 import itertools
 from typing import NamedTuple
 
+from megatrain.simulator.model.layer import ALIGNMENT, LayerSpec
 from megatrain.simulator.model.muon import Matrices
 from megatrain.simulator.model.optimizer import UpdateRule, find
-from megatrain.simulator.model.specs import ALIGNMENT, LayerSpec, ModelSpec
+from megatrain.simulator.model.specs import ModelSpec
 
 
 class UpdatePart(NamedTuple):

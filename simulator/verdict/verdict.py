@@ -28,9 +28,12 @@ from megatrain.simulator.engine.exposed import WAITING, exposed_ns, slowed_ns
 from megatrain.simulator.hardware.cost_table import LAYER_KINDS
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.memory.formulas import rebuilt_estimate
+from megatrain.simulator.model.attention_masks import document_attention
 from megatrain.simulator.model.families import UNFUSED_ATTENTION
+from megatrain.simulator.model.layer import EAGER_MIXERS
 from megatrain.simulator.model.metrics import mfu, tflops_6n, tokens_per_second
-from megatrain.simulator.model.specs import EAGER_MIXERS, ModelSpec
+from megatrain.simulator.model.op_work import fp8_share
+from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import FP8_MULTIPLE, LEAST_PIECE, LONG_SEQUENCE, Workload
 from megatrain.simulator.planner.assessment import (
     Choice,
@@ -429,7 +432,7 @@ def _documents(model: ModelSpec, work: Workload) -> str:
     fused = model.fuses_scores(work)
     if (
         not work.documents
-        or model.document_attention(work.dtype, fused=fused) != "mask"
+        or document_attention(model, work.dtype, fused=fused) != "mask"
         or (model.family in UNFUSED_ATTENTION and not fused)
     ):
         return ""
@@ -466,7 +469,7 @@ def _fp8(model: ModelSpec, work: Workload) -> str:
         for tensor in layer.tensors
         if len(tensor.shape) > 1 and tensor.name not in model.fp8_products(layer.name, work)
     )
-    share = f"{100 * model.fp8_share(work):.3g}"
+    share = f"{100 * fp8_share(model, work):.3g}"
     names = ", ".join(list(not_fp8)[:_NAMED]) + (" and others" if len(not_fp8) > _NAMED else "")
     return f"{share} % of the layers' matrix products, by FLOPs, are in fp8 ({work.fp8})" + (
         f"; these stay in {work.dtype}: {names}" if not_fp8 else ""

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from megatrain.simulator import HardwareSpec, ModelSpec, Workload, judge, policies
 from megatrain.simulator.base.units import parse_bytes
-from megatrain.simulator.model.specs import DTYPE_BYTES
+from megatrain.simulator.model.layer import DTYPE_BYTES
 from megatrain.simulator.planner.assessment import Choice
 from megatrain.simulator.planner.search import candidates, plans_of
 from megatrain.simulator.planner.shared_step import shared_step

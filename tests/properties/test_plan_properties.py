@@ -29,7 +29,7 @@ from megatrain.simulator.engine.evaluator import (
 from megatrain.simulator.hardware.cost_table import HostMemorySpec
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.memory.account import account, usage
-from megatrain.simulator.model.specs import DTYPE_BYTES, EMBEDDING
+from megatrain.simulator.model.layer import DTYPE_BYTES, EMBEDDING
 from megatrain.simulator.model.state_format import EXACT, FORMATS
 from megatrain.simulator.model.workload import Clipping
 from megatrain.simulator.planner.assessment import InShortGroups, schedule_to_time, with_knobs

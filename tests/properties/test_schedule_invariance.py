@@ -28,8 +28,9 @@ from megatrain.runtime.optimizer.blockwise import decoded_first, decoded_second,
 from megatrain.runtime.optimizer.settings import AdamW, GroupSettings
 from megatrain.simulator import policies
 from megatrain.simulator.memory.account import account
+from megatrain.simulator.model.layer import DTYPE_BYTES, LayerSpec
 from megatrain.simulator.model.optimizer import MUON
-from megatrain.simulator.model.specs import DTYPE_BYTES, LayerSpec, ModelSpec
+from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.state_format import EXACT, FORMATS
 from megatrain.simulator.model.workload import Clipping, Workload
 from megatrain.simulator.schedule.plan import OF_DECODERS, Knobs, Placement, Plan

@@ -44,7 +44,9 @@ from megatrain.runtime.layers.functional_layers import FunctionalLayers, config_
 from megatrain.runtime.layers.meta_model import kind_of, meta_model
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.hardware.cost_table import FixedCosts
+from megatrain.simulator.model.attention_masks import documents_obstacle
 from megatrain.simulator.model.families import CANNOT_SEPARATE_DOCUMENTS, FAMILIES
+from megatrain.simulator.model.op_work import projected_rows
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.policies import lower
@@ -404,7 +406,7 @@ def test_a_padded_vocabulary_gives_the_same_head(
     """This holds for every treatment of logits, with tied and untied embeddings."""
     model = model_of(family, vocab_size=251)
     work = Workload(batch=2, sequence=SEQUENCE, loss_chunk=20)
-    assert (model.vocabulary, model.projected_rows(work)) == (251, 256)
+    assert (model.vocabulary, projected_rows(model, work)) == (251, 256)
     layers = FunctionalLayers(model, work, config_of(model), torch.device("cpu"))
     layers.begin(0)
     generator = torch.Generator().manual_seed(1)
@@ -497,12 +499,12 @@ def test_queries_that_are_scaled_by_their_place_in_a_row_are_refused_over_docume
         ),
     ):
         session(plan)
-    assert plan.model.documents_obstacle(4) == reason
-    assert plan.model.documents_obstacle(3) is None
+    assert documents_obstacle(plan.model, 4) == reason
+    assert documents_obstacle(plan.model, 3) is None
     for changes in ({"attn_temperature_tuning": False}, {"no_rope_layers": [1] * 4}):
-        assert model_of("llama4_text", floor_scale=4, **changes).documents_obstacle(24) is None
+        assert documents_obstacle(model_of("llama4_text", floor_scale=4, **changes), 24) is None
     others = {
-        family: model_of(family).documents_obstacle(2**20)
+        family: documents_obstacle(model_of(family), 2**20)
         for family in FAMILIES
         if family != "llama4_text"
     }

@@ -15,6 +15,7 @@ from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import cost_model
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.families import CAN_SAVE_ATTENTION
+from megatrain.simulator.model.op_work import op_work
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.policies import lower
@@ -129,7 +130,7 @@ def test_groups_cost_the_copies_of_their_results() -> None:
     model, hardware = ModelSpec.load("qwen2.5-7b").with_layers(2), HardwareSpec.load("h200")
     one, four = (planned(model, groups) for groups in (1, 4))
     for kind, elements in (("forward", 28 * 128), ("backward", (3 * 28 + 8) * 128)):
-        works = [model.work(kind, "0", plan.workload) for plan in (one, four)]
+        works = [op_work(model, kind, "0", plan.workload) for plan in (one, four)]
         copied = 2 * 2 * elements + (2 * 4 * 28 if kind == "forward" else 0)
         assert works[1].moved_bytes - works[0].moved_bytes == 32768 * copied
     times = [

@@ -24,6 +24,7 @@ from megatrain.simulator.memory.formulas import (
     fp8_temporary_bytes,
     workspace_estimate,
 )
+from megatrain.simulator.model.op_work import fp8_share, op_work
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload, without_fp8
 from megatrain.simulator.policies import lower
@@ -100,7 +101,7 @@ def test_a_calibration_has_the_rates_that_it_measured_or_those_of_the_datasheet(
 def test_products_and_casts_are_what_changes_in_the_time_of_a_layer(kind: str) -> None:
     work = msgspec.structs.replace(ROWWISE, compiled=True)
     bf16 = msgspec.structs.replace(WORK, compiled=True)
-    plain, fp8 = SMALL.work(kind, "0", bf16), SMALL.work(kind, "0", work)
+    plain, fp8 = op_work(SMALL, kind, "0", bf16), op_work(SMALL, kind, "0", work)
     assert (plain.linear_flops, plain.attention_flops) == (fp8.linear_flops, fp8.attention_flops)
     assert (plain.fp8_flops, fp8.fp8_flops) == (0, fp8.linear_flops), "all layers are able"
     tokens, weights = WORK.tokens, SMALL.fp8_weights("0").values()
@@ -125,15 +126,15 @@ def op_of(kind: str, work: Workload) -> Op:
         id=str(OpId(kind, "0", micro=0)),
         lane="compute",
         shape=f"{SMALL.decoders[0].signature}/{work.shape}",
-        flops=SMALL.work(kind, "0", work).flops,
+        flops=op_work(SMALL, kind, "0", work).flops,
     )
 
 
 def test_rows_that_do_not_fit_stay_in_bf16() -> None:
     odd = msgspec.structs.replace(ROWWISE, batch=1, sequence=1023)
     plain = msgspec.structs.replace(odd, fp8=None)
-    assert SMALL.work("backward", "0", odd) == SMALL.work("backward", "0", plain)
-    assert (SMALL.fp8_share(ROWWISE), SMALL.fp8_share(odd)) == (1.0, 0.0)
+    assert op_work(SMALL, "backward", "0", odd) == op_work(SMALL, "backward", "0", plain)
+    assert (fp8_share(SMALL, ROWWISE), fp8_share(SMALL, odd)) == (1.0, 0.0)
     assert activations_estimate(SMALL, odd) == activations_estimate(SMALL, plain)
     assert "none of the matrix products is in fp8, because the 1,023" in verdict._fp8(SMALL, odd)
     assert verdict._fp8(SMALL, WORK) == ""
@@ -161,8 +162,8 @@ def test_layers_that_are_never_compiled_cast_as_eager_ones() -> None:
     for kind in ("forward", "backward"):
         apart, full = (
             [
-                model.work(kind, layer, work).moved_bytes
-                - model.work(kind, layer, msgspec.structs.replace(work, fp8=None)).moved_bytes
+                op_work(model, kind, layer, work).moved_bytes
+                - op_work(model, kind, layer, msgspec.structs.replace(work, fp8=None)).moved_bytes
                 for work in (ROWWISE, compiled)
             ]
             for layer in ("0", "3")

@@ -13,6 +13,7 @@ from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import Calibrated, Datasheet, cost_model
 from megatrain.simulator.hardware.cost_table import CostTable
 from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model.op_work import op_work
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.assessment import assess, with_knobs
@@ -135,7 +136,7 @@ def test_saved_attention_changes_only_the_recompute_op(make_plan: Callable[..., 
     for op in before.ops:
         other = after.by_id[op.id]
         if op.id == "R1.m0":
-            work = plan.model.work("recompute", "1", plan.workload)
+            work = op_work(plan.model, "recompute", "1", plan.workload)
             assert op.flops - other.flops == work.attention_flops > 0
             assert other.shape == op.shape.replace("/", f"{SAVED_ATTENTION_SUFFIX}/")
         else:
@@ -196,8 +197,8 @@ def test_the_datasheet_has_each_kernel_s_rate(kernel: Any, sequence: int, measur
         costs.duration_ns(recompute(plan, kept=False))
         - costs.duration_ns(recompute(plan, kept=True))
     ) / 1e9
-    assert MODEL.work(
-        "recompute", "0", plan.workload
+    assert op_work(
+        MODEL, "recompute", "0", plan.workload
     ).attention_flops / seconds / 1e12 == pytest.approx(measured, rel=0.15)
 
 

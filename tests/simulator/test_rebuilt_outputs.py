@@ -16,6 +16,7 @@ from megatrain.simulator.costs.calibrated import Calibrated
 from megatrain.simulator.costs.datasheet import Datasheet
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.memory.formulas import rebuilt_estimate
+from megatrain.simulator.model.op_work import op_work
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import (
     Workload,
@@ -109,13 +110,15 @@ def test_the_traffic_of_each_op() -> None:
     out.
     """
     more = {
-        kind: SEVEN.work(kind, "0", WORK, rebuilt=True).moved_bytes
-        - SEVEN.work(kind, "0", WORK).moved_bytes
+        kind: op_work(SEVEN, kind, "0", WORK, rebuilt=True).moved_bytes
+        - op_work(SEVEN, kind, "0", WORK).moved_bytes
         for kind in ("forward", "recompute", "backward")
     }
     assert more == {"forward": 0, "recompute": -3 * PRODUCT, "backward": 3 * (PRODUCT + NORMS)}
     full = msgspec.structs.replace(WORK, short_recompute=False)
-    assert SEVEN.work("recompute", "0", full, rebuilt=True) == SEVEN.work("recompute", "0", full)
+    assert op_work(SEVEN, "recompute", "0", full, rebuilt=True) == op_work(
+        SEVEN, "recompute", "0", full
+    )
 
 
 def test_measured_times() -> None:

@@ -14,6 +14,7 @@ from megatrain.simulator.costs.calibrated import Calibrated
 from megatrain.simulator.costs.datasheet import Datasheet
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.families import FAMILIES
+from megatrain.simulator.model.op_work import op_work
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload, is_short, shortened, without_short
 from megatrain.simulator.policies import lower
@@ -72,17 +73,17 @@ def test_families_that_leave_out_a_product() -> None:
 
 def test_only_the_recompute_is_shorter() -> None:
     for kind in ("forward", "backward", "head", "embed", "loss", "embed_backward"):
-        assert SEVEN.work(kind, "0", SHORT) == SEVEN.work(kind, "0", FULL)
-    full, short = (SEVEN.work("recompute", "0", work) for work in (FULL, SHORT))
+        assert op_work(SEVEN, kind, "0", SHORT) == op_work(SEVEN, kind, "0", FULL)
+    full, short = (op_work(SEVEN, "recompute", "0", work) for work in (FULL, SHORT))
     assert full.flops - short.flops == 2 * FULL.tokens * DOWN
     assert full.moved_bytes - short.moved_bytes == 2 * DOWN
-    kept = [SEVEN.work("recompute", "0", work, kept=True) for work in (FULL, SHORT)]
+    kept = [op_work(SEVEN, "recompute", "0", work, kept=True) for work in (FULL, SHORT)]
     assert kept[0].flops - kept[1].flops == 2 * FULL.tokens * DOWN
 
 
 def test_a_product_in_fp8_that_is_left_out_casts_its_input_only() -> None:
     full, short = (
-        SEVEN.work("recompute", "0", msgspec.structs.replace(work, fp8="rowwise"))
+        op_work(SEVEN, "recompute", "0", msgspec.structs.replace(work, fp8="rowwise"))
         for work in (FULL, SHORT)
     )
     assert full.fp8_flops - short.fp8_flops == 2 * FULL.tokens * DOWN
@@ -95,8 +96,8 @@ def test_in_pieces_the_backward_pass_is_shorter() -> None:
         msgspec.structs.replace(work, batch=1, sequence=8192, token_piece=2048)
         for work in (FULL, SHORT)
     )
-    assert SEVEN.work("recompute", "0", full) == SEVEN.work("recompute", "0", short)
-    longer, shorter = (SEVEN.work("backward", "0", work) for work in (full, short))
+    assert op_work(SEVEN, "recompute", "0", full) == op_work(SEVEN, "recompute", "0", short)
+    longer, shorter = (op_work(SEVEN, "backward", "0", work) for work in (full, short))
     assert longer.flops - shorter.flops == 2 * full.tokens * DOWN
     assert longer.moved_bytes - shorter.moved_bytes == 4 * 2 * DOWN
     # In a block, the recompute of the second layer reads the output of the first.

@@ -10,7 +10,9 @@ from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import cost_model
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.memory.formulas import activations_estimate, workspace_estimate
-from megatrain.simulator.model.specs import TILE, ModelSpec
+from megatrain.simulator.model.layer_memory import TILE, saved_bytes
+from megatrain.simulator.model.op_work import op_work
+from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.capacity import longest_context, usable
 from megatrain.simulator.policies import lower
@@ -53,7 +55,7 @@ def test_a_recomputed_layer_computes_no_more_than_without_pieces() -> None:
     pieces = msgspec.structs.replace(plain, token_piece=2048)
     for model, skips in ((SEVEN, True), (ModelSpec.load("gemma-2-9b"), False)):
         flops = {
-            (kind, work.piece): model.work(kind, "0", work).flops
+            (kind, work.piece): op_work(model, kind, "0", work).flops
             for kind in ("forward", "recompute", "backward")
             for work in (plain, pieces)
         }
@@ -74,8 +76,8 @@ def test_a_recompute_whose_output_is_read_computes_the_mlp() -> None:
     first, second = ops["R0.m0"], ops["R1.m0"]
     assert len(first.writes) == 2
     assert len(second.writes) == 1
-    assert first.flops == model.work("forward", "0", work).flops
-    assert second.flops == model.work("recompute", "0", work).flops
+    assert first.flops == op_work(model, "forward", "0", work).flops
+    assert second.flops == op_work(model, "recompute", "0", work).flops
     forward = next(op for op in schedule.ops if op.id == "F0.m0")
     assert costs.duration_ns(first) == costs.duration_ns(forward) > costs.duration_ns(second)
 
@@ -97,12 +99,12 @@ def test_experts_in_pieces_read_all_their_weights_for_each_piece() -> None:
     pieces = msgspec.structs.replace(plain, token_piece=4096)  # 256 rows for each expert
     c = model.config
     experts = 3 * c["num_experts"] * c["moe_intermediate_size"] * model.hidden
-    whole, parts = (model.work("forward", "0", work) for work in (plain, pieces))
+    whole, parts = (op_work(model, "forward", "0", work) for work in (plain, pieces))
     assert parts.linear_flops - whole.linear_flops == 15 * 2 * (TILE // 2) * experts
     added = parts.moved_bytes - whole.moved_bytes
     assert added == 15 * 2 * (experts + c["num_experts"] * model.hidden + model.hidden * 2)
     assert model.skips_mlp("0")
-    recompute, backward = (model.work(kind, "0", pieces) for kind in ("recompute", "backward"))
+    recompute, backward = (op_work(model, kind, "0", pieces) for kind in ("recompute", "backward"))
     assert recompute.linear_flops < 0.5 * whole.linear_flops
     assert backward.linear_flops > 2 * parts.linear_flops
 
@@ -114,9 +116,9 @@ def test_a_router_loss_keeps_the_logits_and_computes_the_experts_again() -> None
     routed = ModelSpec.from_config({**plain.config, **switch}, "config.json")
     work = Workload(batch=1, sequence=65536, token_piece=4096)
     sizes = work.tokens, work.sequence, work.dtype, work.piece
-    assert routed.work("recompute", "0", work) == routed.work("forward", "0", work)
+    assert op_work(routed, "recompute", "0", work) == op_work(routed, "forward", "0", work)
     logits = 4 * work.tokens * plain.config["num_experts"]
-    assert routed.saved_bytes("0", *sizes) == plain.saved_bytes("0", *sizes) + logits
+    assert saved_bytes(routed, "0", *sizes) == saved_bytes(plain, "0", *sizes) + logits
 
 
 def test_unable_models_and_another_system_are_refused() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatrain.simulator.model.specs import ALIGNMENT, DTYPE_BYTES
+from megatrain.simulator.model.layer import ALIGNMENT, DTYPE_BYTES
 from megatrain.simulator.policies.building.builder import Builder
 from megatrain.simulator.policies.building.clipping import Clipping
 from megatrain.simulator.policies.building.slot_cache import SlotCache

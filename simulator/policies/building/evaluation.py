@@ -13,7 +13,7 @@ receive all losses.
 from __future__ import annotations
 
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.model.specs import DTYPE_BYTES, EMBEDDING
+from megatrain.simulator.model.layer import DTYPE_BYTES, EMBEDDING
 from megatrain.simulator.policies.building.builder import Builder
 from megatrain.simulator.policies.building.slot_cache import SlotCache
 from megatrain.simulator.schedule import DataClass, OpId, Schedule, base_buffer

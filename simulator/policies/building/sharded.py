@@ -40,7 +40,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.model.specs import ALIGNMENT
+from megatrain.simulator.model.layer import ALIGNMENT
 from megatrain.simulator.policies.building.builder import Builder
 from megatrain.simulator.policies.building.chunked_store import ChunkedStore
 from megatrain.simulator.policies.building.clipping import Chunk, Clipping

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatrain.simulator.model.specs import LayerSpec
+from megatrain.simulator.model.layer import LayerSpec
 from megatrain.simulator.policies.building.builder import Builder
 
 

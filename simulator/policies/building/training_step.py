@@ -20,7 +20,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from megatrain.simulator.model.specs import DTYPE_BYTES, EMBEDDING
+from megatrain.simulator.model.layer import DTYPE_BYTES, EMBEDDING
+from megatrain.simulator.model.layer_memory import max_saved_bytes
 from megatrain.simulator.policies.building.builder import Builder
 from megatrain.simulator.schedule import OpId
 from megatrain.simulator.schedule.arithmetic import SCALAR_BYTES, blocks_of, cost_keys, layer_state
@@ -145,8 +146,8 @@ class _Buffers:
             (len(block) for block in self.blocks if block[0] not in self.saved_layers), default=0
         )
         fused = model.fuses_scores(work)
-        saved = model.max_saved_bytes(
-            work.tokens, work.sequence, work.dtype, work.piece, fused=fused
+        saved = max_saved_bytes(
+            model, work.tokens, work.sequence, work.dtype, work.piece, fused=fused
         )
         builder.slots(
             "device.checkpoints",

@@ -38,6 +38,7 @@ from megatrain.simulator.engine.discrete_event import simulate
 from megatrain.simulator.hardware.agreement import agreement
 from megatrain.simulator.hardware.cost_table import COMPUTE_KINDS, CURVE_KINDS, EVALUATION_KINDS
 from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model.op_work import op_work
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.policies import evaluation, lower, peers
 from megatrain.simulator.schedule import LANES, SAVED_ATTENTION_SUFFIX, Schedule, serialized
@@ -479,7 +480,7 @@ def test_half_of_the_first_layer_s_time_counts_as_matrix_products() -> None:
     assert layer.signature != model.decoders[-1].signature
     times = {f"{layer.signature}/{work.shape}": (0, 2_000_000)}
     table: Any = SimpleNamespace(compute={"forward": times})
-    flops = model.work("forward", layer.name, work).linear_flops
+    flops = op_work(model, "forward", layer.name, work).linear_flops
     slow: Any = SimpleNamespace(device_bytes_per_s=1.0, matmul_flops=4000 * flops)
     found = measured_costs.linear_efficiency(table, slow, model, work, (0.337, 970))
     assert found == pytest.approx(0.25)

@@ -28,6 +28,7 @@ from megatrain.simulator.hardware.machine import (
     ATTENTION_HALF_TOKENS,
     HardwareSpec,
 )
+from megatrain.simulator.model.op_work import op_work
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.policies import lower
 from megatrain.simulator.schedule.plan import Plan
@@ -366,7 +367,7 @@ def test_attention_is_saved_where_it_is_a_part_of_the_work(
     shares = {
         layer.name: flops.attention_flops / flops.flops
         for layer in subject.model.decoders
-        for flops in [subject.model.work("recompute", layer.name, work)]
+        for flops in [op_work(subject.model, "recompute", layer.name, work)]
     }
     assert all((share > 0.05) == saves for share in shares.values())
     assert module._attention_to_save(subject.model, work) == (list(shares) if saves else [])

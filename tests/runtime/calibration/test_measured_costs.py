@@ -16,6 +16,7 @@ from megatrain.runtime.calibration.measured_costs import GridPoint
 from megatrain.runtime.calibration.microbenchmarks import MeasuredRates
 from megatrain.runtime.calibration.profile_steps import StepProfile
 from megatrain.simulator.hardware.cost_table import FixedCosts, Workspace
+from megatrain.simulator.model.op_work import op_work
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.schedule.timeline import Span, Timeline
@@ -139,7 +140,7 @@ def test_the_workspace_is_the_largest_peak_with_a_margin(forward: int, layer: in
 def layer() -> tuple[ModelSpec, Workload, Any]:
     """A model, a workload, and the work of its first layer."""
     model, work = model_of("qwen2"), Workload(batch=2, sequence=16)
-    return model, work, model.work("forward", model.decoders[0].name, work)
+    return model, work, op_work(model, "forward", model.decoders[0].name, work)
 
 
 def efficiency(layer: tuple[ModelSpec, Workload, Any], seconds: float, **changes: Any) -> float:

@@ -24,6 +24,7 @@ from megatrain.runtime.calibration.presets import (
     set_of_named,
     usual_grid,
 )
+from megatrain.simulator.model.layer_memory import max_saved_bytes, transient_bytes
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.policies import lower
 from megatrain.simulator.schedule.plan import Plan
@@ -76,9 +77,9 @@ def test_the_chosen_layers_fit(
         for batch, sequence in points:
             plan = make_plan(policy, model=model, batch=batch, sequence=sequence, chunk_bytes=2**27)
             taken = [buffer for buffer in lower(plan).buffers if buffer.place == "device"]
-            temporary = model.max_saved_bytes(
-                batch * sequence, sequence, "bf16"
-            ) + model.transient_bytes(batch * sequence, sequence, "bf16")
+            temporary = max_saved_bytes(
+                model, batch * sequence, sequence, "bf16"
+            ) + transient_bytes(model, batch * sequence, sequence, "bf16")
             assert sum(buffer.allocated for buffer in taken) + temporary < 0.9 * device, (
                 name,
                 batch,

@@ -20,7 +20,7 @@ from megatrain.runtime.execution.param_groups import (
 )
 from megatrain.runtime.optimizer.settings import AdamW, GroupSettings
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.model.specs import ALIGNMENT, LayerSpec, TensorSpec
+from megatrain.simulator.model.layer import ALIGNMENT, LayerSpec, TensorSpec
 from megatrain.simulator.schedule.plan import Plan
 
 LAYER = LayerSpec(

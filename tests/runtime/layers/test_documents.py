@@ -46,6 +46,7 @@ from megatrain.runtime.layers import lengths
 from megatrain.runtime.layers.documents import masks
 from megatrain.runtime.layers.functional_layers import FunctionalLayers, config_of
 from megatrain.runtime.optimizer.settings import AdamW
+from megatrain.simulator.model.attention_masks import document_attention
 from megatrain.simulator.model.families import CAN_SAVE_ATTENTION, UNFUSED_ATTENTION, WIDE_HEADS
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.policies import lower
@@ -384,8 +385,8 @@ def test_bounds_are_the_starts_of_documents_and_the_rest_is_empty(
 def test_the_simulator_knows_which_families_write_out_scores(family: str) -> None:
     model = model_of(family)
     assert (config_of(model)._attn_implementation == "eager") == (family in UNFUSED_ATTENTION)
-    assert model.document_attention("fp32") == "mask"
-    assert model.document_attention("bf16") == (
+    assert document_attention(model, "fp32") == "mask"
+    assert document_attention(model, "bf16") == (
         "mask" if family in (*UNFUSED_ATTENTION, *WIDE_HEADS) else "lengths"
     )
 
@@ -417,7 +418,7 @@ def test_every_family_is_asked_whether_a_gpu_takes_lengths(
     )
     assert (
         lengths.takes_lengths(model, work, torch.device("cuda"))
-        == (model.document_attention("bf16") == "lengths")
+        == (document_attention(model, "bf16") == "lengths")
         == bool(asked)
     )
     assert all(

@@ -17,6 +17,7 @@ from megatrain.runtime.files.model_files import random_weights
 from megatrain.runtime.layers.functional_layers import FunctionalLayers, config_of, layer_tensors
 from megatrain.runtime.layers.table_gradient import TableGradient
 from megatrain.runtime.memory.arenas import Arenas
+from megatrain.simulator.model.op_work import projected_rows
 from megatrain.simulator.schedule import Buffer, Schedule, arithmetic
 from megatrain.simulator.schedule.plan import Plan
 
@@ -203,7 +204,7 @@ def test_a_vocabulary_that_is_not_aligned_is_padded_in_bf16_products(
     head, scale = made(plan), 1 / labels.numel()
     dx, plain_dx = torch.empty_like(x), torch.empty_like(x)
     loss, gradients = head.head(weights, x, labels, scale, dx)
-    assert {*used} == {rows} == {plan.model.projected_rows(plan.workload)}
+    assert {*used} == {rows} == {projected_rows(plan.model, plan.workload)}
     assert torch.equal(head.loss(weights, x, labels, scale), loss)
     monkeypatch.setattr(head, "_padded", lambda named: named)
     plain_loss, plain = head.head(weights, x, labels, scale, plain_dx)

@@ -47,7 +47,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from megatrain.runtime.layers import compiling, token_pieces
 from megatrain.runtime.layers.functional_layers import FunctionalLayers, config_of
 from megatrain.runtime.memory.arenas import TORCH_DTYPE
-from megatrain.simulator.model.specs import LayerSpec, ModelSpec
+from megatrain.simulator.model.layer import LayerSpec
+from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 
 _aten, _guards = torch.ops.aten, torch._C._dynamo.guards

@@ -33,7 +33,9 @@ from megatrain.runtime.layers import lengths
 from megatrain.runtime.layers.functional_layers import FunctionalLayers, config_of
 from megatrain.runtime.layers.table_gradient import TableGradient
 from megatrain.runtime.memory.arenas import TORCH_DTYPE
-from megatrain.simulator.model.specs import EMBEDDING, LayerSpec, ModelSpec
+from megatrain.simulator.model.attention_masks import document_attention
+from megatrain.simulator.model.layer import EMBEDDING, LayerSpec
+from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 
 BLOCK = 512
@@ -295,7 +297,7 @@ def layers_of_a_gpu(model: ModelSpec, workload: Workload, **options: Any) -> Fun
         lengths,
         "takes_lengths",
         lambda model, work, _: (
-            model.document_attention(work.dtype, fused=model.fuses_scores(work)) == "lengths"
+            document_attention(model, work.dtype, fused=model.fuses_scores(work)) == "lengths"
         ),
     ):
         return FunctionalLayers(model, workload, config_of(model), torch.device("cpu"), **options)

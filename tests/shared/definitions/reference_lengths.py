@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatrain.runtime.layers import lengths
+from megatrain.simulator.model.attention_masks import document_attention
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 
@@ -134,7 +135,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return forward(starts, *others)
 
     def takes_lengths(model: ModelSpec, work: Workload, _device: torch.device) -> bool:
-        return model.document_attention("bf16", fused=model.fuses_scores(work)) == "lengths"
+        return document_attention(model, "bf16", fused=model.fuses_scores(work)) == "lengths"
 
     monkeypatch.setattr(lengths, "takes_lengths", takes_lengths)
     monkeypatch.setattr(lengths, "forward", counted)

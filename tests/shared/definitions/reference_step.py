@@ -50,8 +50,9 @@ from megatrain.runtime.optimizer.coded_gradients import decoded, encode
 from megatrain.runtime.optimizer.outside import settings_of
 from megatrain.runtime.optimizer.settings import AdamW
 from megatrain.simulator.model.families import FAMILIES
+from megatrain.simulator.model.layer import LayerSpec
 from megatrain.simulator.model.optimizer import ADAMW, MUON, find
-from megatrain.simulator.model.specs import LayerSpec, ModelSpec
+from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.state_format import BLOCK, EXACT, FORMATS
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.schedule.arithmetic import RATIO_ROW

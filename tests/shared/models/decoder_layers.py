@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
-from megatrain.simulator.model.specs import LayerSpec, ModelSpec
+from megatrain.simulator.model.layer import LayerSpec
+from megatrain.simulator.model.specs import ModelSpec
 
 TORCH_DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32}
 

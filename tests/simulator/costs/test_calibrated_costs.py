@@ -22,6 +22,7 @@ from megatrain.simulator.costs.interpolation import interpolate
 from megatrain.simulator.costs.missing import missing_measurement
 from megatrain.simulator.hardware.cost_table import COMPUTE_KINDS, Workspace
 from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model.op_work import attention_shape, op_work, share_of_row
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import DOCUMENTS, Workload
 from megatrain.simulator.schedule import Op
@@ -381,14 +382,14 @@ def test_a_mask_for_documents_counts_once_beyond_the_measured_lengths() -> None:
 def test_the_attention_of_a_window_is_a_share_of_the_measured_row() -> None:
     model = ModelSpec.load("qwen2.5-3b")
     work = Workload(batch=2, sequence=4096)
-    assert model.share_of_row("0", work) == 2
-    assert model.attention_shape(work) == "16x2x128-bf16"
+    assert share_of_row(model, "0", work) == 2
+    assert attention_shape(model, work) == "16x2x128-bf16"
     assert (
-        model.attention_shape(msgspec.structs.replace(work, documents=True))
+        attention_shape(model, msgspec.structs.replace(work, documents=True))
         == "16x2x128-bf16-flash"
     )
     windowed = ModelSpec.load("gpt-oss-20b")
-    shares = sorted({windowed.share_of_row(layer.name, work) for layer in windowed.decoders})
+    shares = sorted({share_of_row(windowed, layer.name, work) for layer in windowed.decoders})
     assert shares == pytest.approx([2 * 128 * (2 * 4096 - 128) / 4096**2, 2], rel=1e-6)
 
 
@@ -579,7 +580,7 @@ def test_every_compute_op_has_an_amount(make_plan: Callable[..., Plan]) -> None:
         assert (op.amount > 0) == (op.kind in COMPUTE_KINDS)
         if op.kind in COMPUTE_KINDS:
             assert op.amount == (
-                plan.model.work(op.kind, op.layer, plan.workload).flops
+                op_work(plan.model, op.kind, op.layer, plan.workload).flops
                 or plan.workload.tokens * plan.model.hidden
             )
 

@@ -20,6 +20,7 @@ from megatrain.simulator.engine.discrete_event import simulate
 from megatrain.simulator.engine.evaluator import evaluate
 from megatrain.simulator.hardware.cost_table import HostMemorySpec, Workspace
 from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model.op_work import op_work
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Clipping, Workload
 from megatrain.simulator.schedule import Op, OpId
@@ -361,7 +362,7 @@ def compute(kind: str, model: ModelSpec, work: Workload) -> Op:
     return Op(
         id=op,
         lane="compute",
-        flops=model.work(kind, "0", work).flops,
+        flops=op_work(model, kind, "0", work).flops,
         shape=f"{layer.signature}/{work.shape}",
     )
 

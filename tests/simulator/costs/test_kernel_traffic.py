@@ -15,7 +15,9 @@ from megatrain.runtime.layers.functional_layers import FunctionalLayers, config_
 from megatrain.simulator.costs.datasheet import Datasheet
 from megatrain.simulator.costs.kernel_traffic import traffic_share
 from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model.attention_masks import added_mask_bytes, mask_bytes
 from megatrain.simulator.model.families import FAMILIES
+from megatrain.simulator.model.op_work import computed_pairs, op_work, share_of_row
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 
@@ -52,8 +54,8 @@ def test_layers_with_linear_attention_are_eager_in_every_workload() -> None:
 def test_bytes_that_are_counted_for_compiled_layers_have_no_share() -> None:
     """Casts to fp8, weights and their gradients take the same time with any share of traffic."""
     model, fp8 = ModelSpec.load("qwen2.5-7b"), msgspec.structs.replace(COMPILED, fp8="rowwise")
-    sheet, work = Datasheet(H200, model, fp8), model.work("backward", "0", fp8)
-    plain = model.work("backward", "0", COMPILED)
+    sheet, work = Datasheet(H200, model, fp8), op_work(model, "backward", "0", fp8)
+    plain = op_work(model, "backward", "0", COMPILED)
     weights = 2 * 2 * model.stack["0"].parameters
     assert plain.unfused_bytes == weights
     assert work.unfused_bytes == work.moved_bytes - plain.moved_bytes + weights > weights
@@ -69,8 +71,8 @@ def test_a_recompute_without_the_mlp_moves_a_positive_number_of_bytes() -> None:
     """The bytes of the MLP are subtracted with the same share of traffic as they were added."""
     model = ModelSpec.load("qwen2.5-7b")
     work = Workload(batch=1, sequence=64, loss_chunk=64, compiled=True, token_piece=32)
-    left = model.work("recompute", "0", work)
-    whole = model.work("recompute", "0", msgspec.structs.replace(work, token_piece=None))
+    left = op_work(model, "recompute", "0", work)
+    whole = op_work(model, "recompute", "0", msgspec.structs.replace(work, token_piece=None))
     assert model.skips_mlp("0")
     assert 0 <= left.unfused_bytes <= left.moved_bytes < whole.moved_bytes
     sheet = Datasheet(H200, model, work)
@@ -82,18 +84,18 @@ def test_a_mask_makes_a_kernel_compute_all_pairs() -> None:
     windowed, plain = ModelSpec.load("gemma-3-4b"), ModelSpec.load("qwen2.5-7b")
     window = windowed.window("0")
     assert 0 < window < WORK.sequence
-    assert plain.computed_pairs("0", WORK) == 1
-    assert windowed.computed_pairs("0", WORK) == pytest.approx(
+    assert computed_pairs(plain, "0", WORK) == 1
+    assert computed_pairs(windowed, "0", WORK) == pytest.approx(
         WORK.sequence**2 / (window * (WORK.sequence - window / 2))
     )
     shorter = msgspec.structs.replace(WORK, sequence=window - 1)
-    assert windowed.computed_pairs("0", shorter) == 1
+    assert computed_pairs(windowed, "0", shorter) == 1
     equal = msgspec.structs.replace(WORK, sequence=window)
-    assert windowed.computed_pairs("0", equal) == 2, "no pair is hidden by the window"
+    assert computed_pairs(windowed, "0", equal) == 2, "no pair is hidden by the window"
     full = next(layer.name for layer in windowed.decoders if layer.attention == "full_attention")
-    assert windowed.computed_pairs(full, WORK) == 1
+    assert computed_pairs(windowed, full, WORK) == 1
     gemma = ModelSpec.load("gemma-2-9b")
-    assert gemma.computed_pairs("0", WORK) == 1, "written-out scores count all pairs"
+    assert computed_pairs(gemma, "0", WORK) == 1, "written-out scores count all pairs"
 
 
 @pytest.mark.parametrize("length", [15, 16, 40])
@@ -109,16 +111,16 @@ def test_masks_and_their_pairs_are_those_of_transformers(
     work = Workload(batch=3, sequence=length)
     layers = FunctionalLayers(model, work, config_of(model), torch.device("cpu"))
     mask = layers._causal_arguments[0]["attention_mask"]
-    shared = model.mask_bytes(work) - model.added_mask_bytes(work)
+    shared = mask_bytes(model, work) - added_mask_bytes(model, work)
     assert shared == (0 if mask is None else mask.untyped_storage().nbytes())
     if mask is None:
-        assert model.computed_pairs("0", work) == 1
+        assert computed_pairs(model, "0", work) == 1
         return
-    pairs = model.share_of_row("0", work) / 3 * length**2 / 2
+    pairs = share_of_row(model, "0", work) / 3 * length**2 / 2
     assert 0 <= int(mask[0].sum()) - pairs <= length / 2, (
         "the pair of a token with itself counts as one half"
     )
-    assert model.computed_pairs("0", work) == pytest.approx(length**2 / pairs)
+    assert computed_pairs(model, "0", work) == pytest.approx(length**2 / pairs)
 
 
 def test_a_soft_cap_moves_the_logits_thirteen_times() -> None:
@@ -129,7 +131,9 @@ def test_a_soft_cap_moves_the_logits_thirteen_times() -> None:
     )
     logits = WORK.tokens * model.vocabulary * 2
     for kind, times in (("head", 13), ("loss", 6)):
-        more = model.work(kind, "", WORK).moved_bytes - plain.work(kind, "", WORK).moved_bytes
+        more = (
+            op_work(model, kind, "", WORK).moved_bytes - op_work(plain, kind, "", WORK).moved_bytes
+        )
         assert more == times * logits
 
 

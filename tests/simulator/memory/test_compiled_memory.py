@@ -29,8 +29,11 @@ from transformers import AutoConfig
 from wide_models import wide_model
 
 from megatrain.simulator.memory.formulas import activations_estimate, workspace_estimate
+from megatrain.simulator.model.attention_masks import mask_bytes, saved_mask_bytes
 from megatrain.simulator.model.families import FAMILIES
-from megatrain.simulator.model.specs import DTYPE_BYTES, LayerSpec, ModelSpec
+from megatrain.simulator.model.layer import DTYPE_BYTES, LayerSpec
+from megatrain.simulator.model.layer_memory import backward_bytes, saved_bytes
+from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 
 FILE = Path(__file__).with_name("compiled_memory.toml")
@@ -65,12 +68,12 @@ The saved bytes are those of experiments/results/h200-qwen2.5-7b-batches/hardwar
 def predicted(spec: ModelSpec, layer: LayerSpec, work: Workload) -> tuple[int, int]:
     """Returns the predicted saved bytes with the output, and the predicted peak."""
     sizes = (work.tokens, work.sequence, work.dtype, work.piece)
-    more = work.tokens * spec.carried * DTYPE_BYTES[work.dtype] + spec.saved_mask_bytes(work)
+    more = work.tokens * spec.carried * DTYPE_BYTES[work.dtype] + saved_mask_bytes(spec, work)
     fused = spec.fuses_scores(work)
-    peak = spec.backward_bytes(layer, *sizes, compiled=True, fused=fused)
+    peak = backward_bytes(spec, layer, *sizes, compiled=True, fused=fused)
     return (
-        spec.saved_bytes(layer.name, *sizes, compiled=True, fused=fused) + more,
-        peak + more + spec.mask_bytes(work),
+        saved_bytes(spec, layer.name, *sizes, compiled=True, fused=fused) + more,
+        peak + more + mask_bytes(spec, work),
     )
 
 
@@ -228,7 +231,7 @@ def test_a_compiled_layer_in_pieces_is_not_predicted_too_low(family: str) -> Non
     spec, work = wide_model(family), Workload(batch=1, sequence=6144, compiled=True)
     pieces = msgspec.structs.replace(work, token_piece=3072)
     linear = any(each.attention in ("linear_attention", "hybrid") for each in spec.decoders)
-    if spec.pieces_obstacle() or spec.writes_scores or spec.mask_bytes(work) or linear:
+    if spec.pieces_obstacle() or spec.writes_scores or mask_bytes(spec, work) or linear:
         pytest.skip("not in pieces, or dominated by scores or by a mask")
     for layer in different_layers(spec):
         found = counted_compiled(spec, layer, pieces)

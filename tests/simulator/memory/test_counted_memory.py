@@ -30,8 +30,11 @@ from megatrain.simulator.memory.formulas import (
     embedding_bytes,
     workspace_estimate,
 )
+from megatrain.simulator.model.attention_masks import added_mask_bytes, mask_bytes
 from megatrain.simulator.model.families import FAMILIES
-from megatrain.simulator.model.specs import DTYPE_BYTES, ModelSpec
+from megatrain.simulator.model.layer import DTYPE_BYTES
+from megatrain.simulator.model.layer_memory import backward_bytes, saved_bytes
+from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.schedule.arithmetic import summed_columns
 
@@ -53,9 +56,9 @@ def shares(family: str) -> Iterator[float]:
     spec, work = wide_model(family), WORKLOAD
     for layer in different_layers(spec):
         predicted = (
-            spec.backward_bytes(layer, work.tokens, work.sequence, work.dtype)
+            backward_bytes(spec, layer, work.tokens, work.sequence, work.dtype)
             + work.tokens * spec.carried * DTYPE_BYTES[work.dtype]
-            + spec.mask_bytes(work)
+            + mask_bytes(spec, work)
         )
         yield 100 * predicted / counted(spec, layer, work).all
 
@@ -148,7 +151,7 @@ def test_measured_peaks_are_at_most_those_predicted_and_100_mib(stored: Path) ->
 def test_pieces_of_tokens_save_less_and_their_peak_is_not_predicted_too_low(family: str) -> None:
     spec = wide_model(family)
     work = Workload(batch=1, sequence=16384, token_piece=2048)
-    if spec.pieces_obstacle() or spec.writes_scores or spec.mask_bytes(work):
+    if spec.pieces_obstacle() or spec.writes_scores or mask_bytes(spec, work):
         pytest.skip("not in pieces, or dominated by scores or by a mask")
     plain, width = msgspec.structs.replace(work, token_piece=None), DTYPE_BYTES[work.dtype]
     for layer in different_layers(spec):
@@ -158,8 +161,8 @@ def test_pieces_of_tokens_save_less_and_their_peak_is_not_predicted_too_low(fami
             assert found.all <= whole.all  # equal where a mixer has the highest peak
         sizes = work.tokens, work.sequence, work.dtype, work.piece
         output = work.tokens * spec.carried * width
-        saved = spec.saved_bytes(layer.name, *sizes) + output
-        peak = spec.backward_bytes(layer, *sizes) + output
+        saved = saved_bytes(spec, layer.name, *sizes) + output
+        peak = backward_bytes(spec, layer, *sizes) + output
         assert found.saved <= 1.15 * saved
         assert found.all <= peak <= 1.45 * found.all
 
@@ -173,8 +176,8 @@ def test_groups_of_heads_need_less_memory_in_attention(name: str) -> None:
         found, layer = counted(spec, spec.decoders[0], work), spec.decoders[0]
         sizes = work.tokens, work.sequence, work.dtype, work.piece
         output = work.tokens * spec.carried * DTYPE_BYTES[work.dtype]
-        assert found.saved <= 1.02 * (spec.saved_bytes("0", *sizes) + output)
-        totals[groups] = spec.backward_bytes(layer, *sizes, groups=groups) + output
+        assert found.saved <= 1.02 * (saved_bytes(spec, "0", *sizes) + output)
+        totals[groups] = backward_bytes(spec, layer, *sizes, groups=groups) + output
         assert found.all <= totals[groups] <= 1.08 * found.all
         estimate = activations_estimate(spec, work) + workspace_estimate(spec, work).layer
         assert estimate == totals[groups]
@@ -202,8 +205,8 @@ def test_the_memory_of_a_router_loss_is_not_predicted_too_low(
     work, layer = Workload(batch=1, sequence=32768, token_piece=piece), spec.decoders[-1]
     found, sizes = counted(spec, layer, work), (work.tokens, work.sequence, work.dtype, work.piece)
     output = work.tokens * spec.carried * DTYPE_BYTES[work.dtype]
-    assert found.saved <= 1.02 * (spec.saved_bytes(layer.name, *sizes) + output)
-    peak = spec.backward_bytes(layer, *sizes) + output
+    assert found.saved <= 1.02 * (saved_bytes(spec, layer.name, *sizes) + output)
+    peak = backward_bytes(spec, layer, *sizes) + output
     assert found.all <= peak <= (1.25 if changes else 1.2) * found.all
 
 
@@ -227,11 +230,11 @@ def test_the_memory_of_attention_with_sinks_is_predicted(
     turns = 8 * work.sequence * spec.heads.size  # sines and cosines, which the peak includes
     kinds = different_layers(spec)
     assert {layer.attention for layer in kinds} == {"sliding_attention", "full_attention"}
-    assert not spec.mask_bytes(work)
+    assert not mask_bytes(spec, work)
     for layer in kinds:
         found = counted(spec, layer, work)
-        saved = spec.saved_bytes(layer.name, *sizes, fused=True) + output
-        peak = spec.backward_bytes(layer, *sizes, fused=True) + output
+        saved = saved_bytes(spec, layer.name, *sizes, fused=True) + output
+        peak = backward_bytes(spec, layer, *sizes, fused=True) + output
         assert found.saved - turns <= saved <= 1.01 * found.saved
         assert 1 <= peak / found.all <= 1.55
 
@@ -242,7 +245,7 @@ def test_the_memory_of_a_layer_with_a_mask_is_predicted(family: str) -> None:
     spec = wide_model(family)
     work = Workload(batch=4, sequence=spec.window("0"))
     found = counted(spec, spec.decoders[0], work)
-    shared = spec.mask_bytes(work) - spec.added_mask_bytes(work)
+    shared = mask_bytes(spec, work) - added_mask_bytes(spec, work)
     saved, layer = activations_estimate(spec, work), workspace_estimate(spec, work).layer
     assert 0.995 <= (saved + shared) / found.saved <= 1.01
     assert 1 <= (saved + layer) / found.all <= 1.12
@@ -256,9 +259,9 @@ def test_keys_of_wide_heads_are_copied_for_each_query_head() -> None:
     sizes = {"global_head_dim": 512, "num_global_key_value_heads": 2, "attention_k_eq_v": True}
     spec = ModelSpec.from_config({**wide_model("gemma4_text").config, **sizes}, "x").shortest(1)
     work, layer = Workload(batch=2, sequence=256), spec.decoders[-1]
-    assert not spec.mask_bytes(work)
+    assert not mask_bytes(spec, work)
     sizes_of = (layer.name, work.tokens, work.sequence, work.dtype)
-    predicted = spec.saved_bytes(*sizes_of) + work.tokens * spec.carried * DTYPE_BYTES[work.dtype]
+    predicted = saved_bytes(spec, *sizes_of) + work.tokens * spec.carried * DTYPE_BYTES[work.dtype]
     assert 0.99 <= predicted / counted(spec, layer, work).saved <= 1
 
 

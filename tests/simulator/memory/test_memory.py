@@ -15,6 +15,7 @@ from megatrain.simulator.hardware.cost_table import Workspace
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.memory.account import account, peak_workspace_bytes, usage
 from megatrain.simulator.memory.formulas import activations_estimate, workspace_estimate
+from megatrain.simulator.model.attention_masks import added_mask_bytes, mask_bytes, repeated_bytes
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.assessment import plan_account
@@ -294,7 +295,7 @@ def test_each_micro_batch_of_a_group_has_masks_of_its_own_between_documents(
             ).pools["device.workspace"]
             for plan in plans
         )
-        more = 3 * plans[0].model.mask_bytes(plans[0].workload) if documents else 0
+        more = 3 * mask_bytes(plans[0].model, plans[0].workload) if documents else 0
         assert four - single == more
 
 
@@ -314,27 +315,27 @@ def test_masks_are_counted_where_attention_is_not_only_causal(
     capped = make_model(family="gemma2", head_dim=16, sliding_window=16)
     work, pairs = Workload(batch=3, sequence=16, dtype="fp32"), 16 * 16
     packed = msgspec.structs.replace(work, documents=True)
-    assert plain.mask_bytes(work) == 0
-    assert plain.mask_bytes(packed) == 3 * pairs + 3 * pairs * 4
-    assert both.mask_bytes(work) == pairs + 3 * pairs * 4, "one mask of the window for all rows"
-    assert both.mask_bytes(packed) == 2 * 3 * pairs + 3 * pairs * 4
-    assert both.mask_bytes(Workload(batch=3, sequence=7)) == 0, "no mask for such a long window"
-    assert both.mask_bytes(Workload(batch=3, sequence=8)) > 0, "transformers makes one"
+    assert mask_bytes(plain, work) == 0
+    assert mask_bytes(plain, packed) == 3 * pairs + 3 * pairs * 4
+    assert mask_bytes(both, work) == pairs + 3 * pairs * 4, "one mask of the window for all rows"
+    assert mask_bytes(both, packed) == 2 * 3 * pairs + 3 * pairs * 4
+    assert mask_bytes(both, Workload(batch=3, sequence=7)) == 0, "no mask for such a long window"
+    assert mask_bytes(both, Workload(batch=3, sequence=8)) > 0, "transformers makes one"
     for model in (plain, both):
         grown = workspace_estimate(model, packed).layer - workspace_estimate(model, work).layer
         saved = activations_estimate(model, packed) - activations_estimate(model, work)
         masks, added, copies = (
-            count(packed) - count(work)
-            for count in (model.mask_bytes, model.added_mask_bytes, model.repeated_bytes)
+            count(model, packed) - count(model, work)
+            for count in (mask_bytes, added_mask_bytes, repeated_bytes)
         )
         assert (grown, saved) == (masks - added, added + copies)
         shared = model.heads.queries - model.heads.pairs
-        assert model.repeated_bytes(packed) == 2 * shared * model.heads.size * 3 * 16 * 4
-        assert model.mask_bytes(msgspec.structs.replace(packed, dtype="bf16")) == 0, (
+        assert repeated_bytes(model, packed) == 2 * shared * model.heads.size * 3 * 16 * 4
+        assert mask_bytes(model, msgspec.structs.replace(packed, dtype="bf16")) == 0, (
             "the kernel takes lengths instead of a mask"
         )
     assert (
-        capped.mask_bytes(msgspec.structs.replace(packed, dtype="bf16"))
+        mask_bytes(capped, msgspec.structs.replace(packed, dtype="bf16"))
         == 2 * (3 * pairs + 3 * pairs * 2) + 3 * pairs * 2
     ), (
         "without a fused kernel, each type of attention has a mask in both forms, and there is one"

@@ -22,6 +22,8 @@ from transformers import AutoModelForCausalLM
 
 from megatrain.runtime.layers import gemma3n, grouped_experts
 from megatrain.simulator.model.families import FAMILIES
+from megatrain.simulator.model.layer_memory import saved_bytes
+from megatrain.simulator.model.op_work import layer_flops, op_work
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Dtype, Workload
 
@@ -417,7 +419,7 @@ def test_saved_bytes_are_those_kept_by_autograd(
         ) -> object:
             return module(norm(x), attention_mask=None, position_ids=positions, **turns)
 
-        saved = spec.saved_bytes(layer.name, batch * sequence, sequence, dtype)
+        saved = saved_bytes(spec, layer.name, batch * sequence, sequence, dtype)
         kept = kept_bytes(forward, given)
         if family in BOUNDED:
             assert kept <= saved * 1.003 <= 1.4 * kept, layer.signature
@@ -456,7 +458,9 @@ def test_linear_flops_are_those_counted_by_torch(family: str) -> None:
             for op, count in counter.get_flop_counts()["Global"].items()
             if not any(name in str(op) for name in left_out)
         )
-        assert spec.work("forward", layer.name, workload).linear_flops == products, layer.signature
+        assert op_work(spec, "forward", layer.name, workload).linear_flops == products, (
+            layer.signature
+        )
 
 
 @pytest.mark.parametrize(
@@ -473,14 +477,14 @@ def test_attention_counts_each_pair_once(sequence: int, window: int | None) -> N
         sum(min(index, window or sequence) for index in range(1, sequence + 1))
         - min(sequence, window or sequence) / 2
     )
-    work = spec.work("forward", "0", workload)
+    work = op_work(spec, "forward", "0", workload)
     assert work.attention_flops == pytest.approx(
         3 * pairs * 4 * config.num_attention_heads * config.head_dim
     )
-    assert spec.layer_flops("0", workload.tokens, sequence) == work.flops
+    assert layer_flops(spec, "0", workload.tokens, sequence) == work.flops
     assert (
-        spec.work("backward", "0", workload).flops
-        == 2 * spec.work("recompute", "0", workload).flops
+        op_work(spec, "backward", "0", workload).flops
+        == 2 * op_work(spec, "recompute", "0", workload).flops
         == 2 * work.flops
     )
 
@@ -489,9 +493,14 @@ def test_each_element_of_a_convolution_is_multiplied_once_per_token() -> None:
     """The count by torch above has no convolutions. Queries, keys and values pass through one."""
     tokens, channels = 64, 2 * 2 * 32 + 4 * 16
     short, long = (
-        ModelSpec.from_config(
-            config_of("qwen3_next", linear_conv_kernel_dim=kernel).to_dict(), "config.json"
-        ).work("forward", "0", Workload(batch=1, sequence=tokens))
+        op_work(
+            ModelSpec.from_config(
+                config_of("qwen3_next", linear_conv_kernel_dim=kernel).to_dict(), "config.json"
+            ),
+            "forward",
+            "0",
+            Workload(batch=1, sequence=tokens),
+        )
         for kernel in (3, 8)
     )
     assert long.flops - short.flops == tokens * channels * 2 * 5

@@ -35,7 +35,10 @@ from transformers import AutoModelForCausalLM
 from megatrain.runtime.layers import gemma3n, grouped_experts
 from megatrain.simulator.model.families import FAMILIES
 from megatrain.simulator.model.families.parts import rms_norm
-from megatrain.simulator.model.specs import DTYPE_BYTES, ModelSpec
+from megatrain.simulator.model.layer import DTYPE_BYTES
+from megatrain.simulator.model.layer_memory import saved_bytes
+from megatrain.simulator.model.op_work import op_work
+from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Dtype, Workload
 
 FILE = Path(__file__).with_name("family_bytes.toml")
@@ -159,7 +162,7 @@ def shares(family: str, dtype: Dtype = "bf16") -> Iterator[list[float]]:
         with backward:
             made.backward(gradient)
         moved = [
-            (spec.work(kind, layer.name, work).moved_bytes - passes * width * layer.parameters)
+            (op_work(spec, kind, layer.name, work).moved_bytes - passes * width * layer.parameters)
             / counted.bytes
             for kind, passes, counted in (("forward", 1, forward), ("backward", 2, backward))
         ]
@@ -167,7 +170,7 @@ def shares(family: str, dtype: Dtype = "bf16") -> Iterator[list[float]]:
             100 * share
             for share in (
                 *moved,
-                spec.saved_bytes(layer.name, work.tokens, work.sequence, dtype) / kept,
+                saved_bytes(spec, layer.name, work.tokens, work.sequence, dtype) / kept,
             )
         ]
 

@@ -19,7 +19,10 @@ from decoder_layers import different_layers
 from tiny_families import OWN, SMALL
 
 from megatrain.simulator.model.families import FAMILIES
-from megatrain.simulator.model.specs import LayerSpec, ModelSpec
+from megatrain.simulator.model.layer import LayerSpec
+from megatrain.simulator.model.layer_memory import backward_bytes, saved_bytes
+from megatrain.simulator.model.op_work import op_work
+from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 
 FILE = Path(__file__).with_name("family_numbers.toml")
@@ -81,16 +84,16 @@ def numbers(spec: ModelSpec, layer: LayerSpec, work: Workload) -> list[int]:
     """Returns what kernels move forward and backward, the FLOPs forward, what is saved, and the
     peak of the backward pass, with the tokens of `work` and with few tokens.
     """
-    forward, backward = (spec.work(kind, layer.name, work) for kind in ("forward", "backward"))
+    forward, backward = (op_work(spec, kind, layer.name, work) for kind in ("forward", "backward"))
     sizes = (work.tokens, work.sequence, work.dtype, work.piece)
     few = (SHORT, SHORT, *sizes[2:])
     return [
         forward.moved_bytes,
         backward.moved_bytes,
         forward.flops,
-        spec.saved_bytes(layer.name, *sizes, compiled=work.compiled),
-        spec.backward_bytes(layer, *sizes, compiled=work.compiled),
-        spec.backward_bytes(layer, *few, compiled=work.compiled),
+        saved_bytes(spec, layer.name, *sizes, compiled=work.compiled),
+        backward_bytes(spec, layer, *sizes, compiled=work.compiled),
+        backward_bytes(spec, layer, *few, compiled=work.compiled),
     ]
 
 

@@ -12,7 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.model.families import with_nulls
-from megatrain.simulator.model.specs import EMBEDDING, ModelSpec
+from megatrain.simulator.model.layer import EMBEDDING
+from megatrain.simulator.model.op_work import op_work
+from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.policies import lower
 from megatrain.simulator.schedule.plan import Placement, Plan
@@ -72,8 +74,8 @@ def test_the_embedding_reads_and_sums_rows_of_both_tables() -> None:
     row = 128 + 6 * 24
     tables = sum(tensor.elements for tensor in model.stack[EMBEDDING].tensors[:2])
     assert tables == 320 * 128 + 300 * 6 * 24
-    assert model.work("embed", "", work).moved_bytes == 128 * 2 * (row + model.carried)
-    assert model.work("embed_backward", "", work).moved_bytes == 128 * row * 44 + 2 * tables
+    assert op_work(model, "embed", "", work).moved_bytes == 128 * 2 * (row + model.carried)
+    assert op_work(model, "embed_backward", "", work).moved_bytes == 128 * row * 44 + 2 * tables
 
 
 def test_layers_that_share_keys_and_values_have_no_tensors_for_them() -> None:

@@ -10,6 +10,8 @@ from megatrain.simulator.costs import cost_model
 from megatrain.simulator.costs.datasheet import Datasheet
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.memory.formulas import activations_estimate, workspace_estimate
+from megatrain.simulator.model.attention_masks import mask_bytes
+from megatrain.simulator.model.op_work import op_work
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
@@ -33,13 +35,13 @@ def test_memory_grows_with_the_tokens_and_not_with_the_square_of_a_row() -> None
         assert long == pytest.approx(short, rel=0.01)
         short, long = (estimate(OSS, work) for work in (WORK, longer(WORK, 2)))
         assert long > 1.5 * short
-    assert OSS.mask_bytes(FLASH) == 0 < OSS.mask_bytes(WORK)
+    assert mask_bytes(OSS, FLASH) == 0 < mask_bytes(OSS, WORK)
 
 
 def test_the_flash_kernel_saves_what_it_saves_without_sinks() -> None:
     """Queries, keys, values, the output, and the log-sum-exp of each head."""
     heads, pairs, size = OSS.heads
-    fused, written = (OSS._part("0", fused=fused) for fused in (True, False))
+    fused, written = (OSS.part("0", fused=fused) for fused in (True, False))
     kept = fused.kept.bytes(2) - written.kept.bytes(2)
     plain = 2 * (2 * heads + 2 * pairs) * size + 4 * heads
     copied = 2 * 4 * heads * size  # as in attention that is written out, without its scores
@@ -53,10 +55,10 @@ def test_a_masked_kernel_in_fp32_has_the_masks_of_other_families() -> None:
     work = msgspec.structs.replace(FLASH, dtype="fp32")
     pairs, full = 8192**2, OSS.with_layers(2)
     assert {layer.attention for layer in full.decoders} == {"sliding_attention", "full_attention"}
-    assert full.mask_bytes(work) == pairs + 2 * pairs * 4, "one mask of the window for all rows"
+    assert mask_bytes(full, work) == pairs + 2 * pairs * 4, "one mask of the window for all rows"
     packed = msgspec.structs.replace(work, documents=True)
-    assert full.mask_bytes(packed) == 2 * 2 * pairs + 2 * pairs * 4
-    assert full.mask_bytes(msgspec.structs.replace(packed, dtype="bf16")) == 0
+    assert mask_bytes(full, packed) == 2 * 2 * pairs + 2 * pairs * 4
+    assert mask_bytes(full, msgspec.structs.replace(packed, dtype="bf16")) == 0
 
 
 def test_the_time_of_attention_is_that_of_the_flash_kernel() -> None:
@@ -70,7 +72,7 @@ def test_the_time_of_attention_is_that_of_the_flash_kernel() -> None:
     for kind in ("forward", "backward"):
         for layer in (full, window):
             one, two = (
-                OSS.work(kind, layer, work).moved_bytes for work in (FLASH, longer(FLASH, 2))
+                op_work(OSS, kind, layer, work).moved_bytes for work in (FLASH, longer(FLASH, 2))
             )
             assert one == two
         grown = long.attention_ns(kind, full) / short.attention_ns(kind, full)
@@ -79,8 +81,8 @@ def test_the_time_of_attention_is_that_of_the_flash_kernel() -> None:
         assert 0.9 < grown < 1.1
         ratio = short.attention_ns(kind, full) / short.attention_ns(kind, window)
         assert ratio == pytest.approx(8192 / 2 / (128 * (1 - 64 / 8192)))
-    written = OSS.work("backward", full, WORK).moved_bytes
-    assert written > 3 * OSS.work("backward", full, FLASH).moved_bytes
+    written = op_work(OSS, "backward", full, WORK).moved_bytes
+    assert written > 3 * op_work(OSS, "backward", full, FLASH).moved_bytes
 
 
 def test_a_workload_that_names_no_kernel_keeps_its_meaning() -> None:

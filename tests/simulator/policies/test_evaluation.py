@@ -17,7 +17,7 @@ from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import cost_model
 from megatrain.simulator.engine.discrete_event import makespan_ns, simulate
 from megatrain.simulator.hardware.machine import HardwareSpec
-from megatrain.simulator.model.specs import DTYPE_BYTES
+from megatrain.simulator.model.layer import DTYPE_BYTES
 from megatrain.simulator.policies.building.evaluation import forward_only
 from megatrain.simulator.schedule.plan import Plan
 

@@ -25,6 +25,7 @@ from megatrain.simulator.costs import Datasheet, cost_model
 from megatrain.simulator.engine.discrete_event import simulate
 from megatrain.simulator.hardware.cost_table import CostTable
 from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model.op_work import layer_flops
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Clipping, Workload
 from megatrain.simulator.planner.search import Choice, assess, search
@@ -163,8 +164,8 @@ def test_flops_per_token_are_ten_or_eight_times_the_parameters(policy: str, forw
         for op in schedule_of(policy).ops
         if op.kind in ("forward", "recompute", "backward")
     )
-    assert layers == (forwards + 2) * SEVEN.layers * SEVEN.layer_flops(
-        "0", WORK.tokens, WORK.sequence
+    assert layers == (forwards + 2) * SEVEN.layers * layer_flops(
+        SEVEN, "0", WORK.tokens, WORK.sequence
     )
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megatrain.simulator import policies
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.model.specs import DTYPE_BYTES
+from megatrain.simulator.model.layer import DTYPE_BYTES
 from megatrain.simulator.model.workload import BY_LAYER, Clipping
 from megatrain.simulator.schedule import Schedule, ScheduleError, base_buffer
 from megatrain.simulator.schedule.plan import Placement, Plan

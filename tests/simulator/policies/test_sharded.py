@@ -20,8 +20,9 @@ from megatrain.simulator.engine.discrete_event import makespan_ns, play, simulat
 from megatrain.simulator.engine.evaluator import two_groups_ns
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.memory.account import account
+from megatrain.simulator.model.layer import ALIGNMENT
 from megatrain.simulator.model.metrics import mfu
-from megatrain.simulator.model.specs import ALIGNMENT, ModelSpec
+from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.assessment import InShortGroups, with_knobs
 from megatrain.simulator.planner.lower_bound import LowerBound
