@@ -334,7 +334,7 @@ class Gemma3nEmbeddingAndHead(EmbeddingAndHead):
 
     def leave(self, tensors: dict[str, torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
         inputs = {"inputs_embeds": rows[None, :, : self._layout.hidden], "use_cache": False}
-        output = functional_call(self._exit, tensors, (), inputs, tie_weights=False)
+        output = functional_call(self._exit, tensors, (), inputs)
         logits: torch.Tensor = output.logits[0]
         return logits
 

@@ -38,17 +38,16 @@ class Progress(Callback):
             write: called with each line, or None to print it.
         """
         self._every_seconds, self._write = every_seconds, write or _print
-        self._left = TimeLeft()
         self._printed = 0.0
 
     def on_note(self, text: str) -> None:
         self._write(text)
 
     def on_start(self, trainer: TrainingRun) -> None:
-        self._left.start(trainer.first_step)
+        self._left = TimeLeft(trainer.first_step)
 
     def on_switch(self, trainer: TrainingRun, seconds: float) -> None:
-        self._left.start(trainer.first_step)
+        self._left = TimeLeft(trainer.first_step)
 
     def on_step(self, trainer: TrainingRun, step: Step) -> None:
         steps, now = trainer.config.training.steps, time.monotonic()
@@ -100,10 +99,7 @@ class TimeLeft:
     checkpoints. The first step itself is left out, because it compiles kernels.
     """
 
-    def __init__(self) -> None:
-        self._first, self._since = 1, time.monotonic()
-
-    def start(self, first_step: int) -> None:
+    def __init__(self, first_step: int) -> None:
         """Starts the measurement. `first_step` is the number of the next step."""
         self._first, self._since = first_step, time.monotonic()
 

@@ -217,7 +217,6 @@ def save_plan(plan: Plan, origin: Path, source: str, folder: Path) -> None:
         source: the model's folder, or its name on the hub.
         folder: the folder to write to.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     hardware = origin / plan.hardware
     if hardware.suffix == ".toml" and hardware.is_file():
         text, name = read_text(hardware), "hardware.toml"

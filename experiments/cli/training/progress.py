@@ -71,7 +71,6 @@ class ProgressBars(Callback):
         self._parameters, self._loaded = parameters, 0
         self._loading = self._bars.add_task("load ", total=parameters, state="")
         self._training = self._bars.add_task("train", total=None, state="", start=False)
-        self._left = TimeLeft()
         self._memory = self._evaluated = self._compared = ""
         self._notes: list[str] = []
         self._allocation = ExitStack()
@@ -99,14 +98,14 @@ class ProgressBars(Callback):
     def on_start(self, trainer: TrainingRun) -> None:
         """Starts the training bar at the first step of this run."""
         self._begin()
-        self._left.start(trainer.first_step)
+        self._left = TimeLeft(trainer.first_step)
         steps = trainer.config.training.steps
         self._bars.update(self._training, total=steps, completed=trainer.first_step - 1)
         self._bars.start_task(self._training)
         self._measure_memory(trainer)
 
     def on_switch(self, trainer: TrainingRun, seconds: float) -> None:
-        self._left.start(trainer.first_step)
+        self._left = TimeLeft(trainer.first_step)
         self._measure_memory(trainer)
 
     def _measure_memory(self, trainer: TrainingRun) -> None:

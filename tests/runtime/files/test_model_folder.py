@@ -194,6 +194,7 @@ def test_the_index_decides_which_files_are_read(saved: tuple[Plan, Path]) -> Non
             ),
         ),
         ("/etc/passwd", r"found a file named '/etc/passwd'"),
+        ("/" + "x" * 200, r"found a file named '/x{79}';"),
         ("..", r"found a file named '\.\.'"),
         (
             "link.safetensors",

@@ -425,6 +425,28 @@ def test_cutting_a_layer_changes_no_bit() -> None:
             assert whole.equal(cut)
 
 
+@pytest.mark.parametrize("strided", range(6))
+def test_every_tensor_may_have_gaps_between_its_elements(strided: int) -> None:
+    """Kernels read elements one after another, so such tensors are updated in PyTorch."""
+    count, generator, results = 4 * BLOCK, torch.Generator().manual_seed(0), []
+    master, gradient = (torch.randn(count, generator=generator) for _ in range(2))
+    codes = torch.zeros(2, blockwise.records(count), dtype=torch.uint8)
+    for gaps in (False, True):
+        low, copy = torch.zeros(count, dtype=torch.int8), torch.zeros(count).bfloat16()
+        planes = [master.bfloat16(), low, *codes.clone(), gradient.clone(), copy]
+        if gaps:
+            planes[strided] = torch.stack([planes[strided]] * 2, -1)[:, 0]
+        weights, low, *moments, gradient, copy = planes
+        given = {"rate": 1e-2, "clip": None, "copy_to": copy}
+        for number in (1, 2):
+            blockwise.update(
+                weights, low, moments, gradient, settings=SETTINGS, number=number, **given
+            )
+        results.append([plane.contiguous().view(torch.uint8) for plane in planes])
+    assert all(map(torch.equal, *results))
+    assert results[0][0].any() and results[0][3].any()
+
+
 @pytest.mark.parametrize("count", [64, 640, 64 * 33])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_ratio_sums_read_the_stored_second_moment(

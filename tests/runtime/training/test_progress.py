@@ -80,8 +80,7 @@ def test_the_time_left_is_that_of_the_steps_after_the_first(
     """The first step of a process or of another plan takes longer and does not count."""
     now = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    left, found = TimeLeft(), []
-    left.start(3)
+    left, found = TimeLeft(3), list[float]()
     for now[0], number in ((100.0, 3), (104.0, 4), (110.0, 5)):
         found.append(left.after(number, 10))
     assert found == [0.0, 4.0 * 6, 5.0 * 5]

@@ -78,6 +78,13 @@ def test_a_copy_beyond_the_curve_is_extrapolated_from_its_end_and_flagged() -> N
     assert 10_000 < costs.duration_ns(load(1)) < 12_000, "the time in ns of the smallest copy"
 
 
+@pytest.mark.parametrize(("code", "rate"), [("HP0", 107), ("TP0", 13), ("DP0", 3990)])
+def test_a_pass_over_memory_has_the_measured_rate(code: str, rate: float) -> None:
+    """Rates in GB/s of an H200 and its host: all threads, one thread, and the GPU."""
+    op = Op(id=code, lane="compute" if code == "DP0" else "cpu", bytes=2**34)
+    assert op.bytes / datasheet("h200").duration_ns(op) == pytest.approx(rate, rel=0.001)
+
+
 def test_a_link_without_a_curve_is_a_latency_and_a_rate() -> None:
     costs, machine = datasheet("rtx3090"), HardwareSpec.load("rtx3090")
     assert costs.duration_ns(load(10**9)) == machine.link_latency_ns + 10**9 / machine.h2d_gb_per_s

@@ -455,8 +455,10 @@ def test_several_gpus_share_the_links_of_a_host(make_plan: Make) -> None:
     plan = make_plan("overlapped", gpus=4, accumulation=4)
     load = next(op for op in policies.lower(plan).ops if op.kind == "load_state")
     one, four = (cost_model(H200, plan.model, plan.workload, gpus) for gpus in (1, 4))
-    slower = link_share(H200, 4).slower
-    assert slower > 1.2
+    share = link_share(H200, 4)
+    slower = share.slower
+    assert (4 * share.alone, 8 * share.together) == (175.0, 175.0), "GB/s, as measured"
+    assert slower == pytest.approx(55.3 / 43.75)
     assert four.duration_ns(load) == round(slower * one.duration_ns(load))
 
 
