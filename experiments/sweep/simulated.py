@@ -270,10 +270,7 @@ class _Resizing:
             return op
         work, size = self.plan.workload, self._activation_bytes
         if kind in ("save_attention", "load_attention"):
-            model = self.plan.model
-            size = model.kept_attention(
-                op.layer, work.tokens, work.dtype, fused=model.fuses_scores(work)
-            ).bytes
+            size = self.plan.model.kept_attention(op.layer, work).bytes
         return msgspec.structs.replace(op, bytes=size)
 
 

@@ -65,7 +65,7 @@ class BufferTensors:
         size] in the compute dtype, and its log-sum-exp, [batch, heads, sequence] fp32.
         """
         model, work = self.plan.model, self.plan.workload
-        part = model.kept_attention(layer, work.tokens, work.dtype, fused=model.fuses_scores(work))
+        part = model.kept_attention(layer, work)
         heads = part.log_sum_exp // (4 * work.tokens)
         size = part.output // (heads * work.tokens * self.dtype.itemsize)
         return Attention(

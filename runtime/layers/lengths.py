@@ -49,8 +49,7 @@ def takes_lengths(model: ModelSpec, workload: Workload, device: torch.device) ->
     """Returns whether `device` has the kernel for this model. The kernel requires CUDA with flash
     attention, bf16, and attention scores that a fused kernel can compute.
     """
-    fused = model.fuses_scores(workload)
-    if device.type != "cuda" or document_attention(model, workload.dtype, fused=fused) != "lengths":
+    if device.type != "cuda" or document_attention(model, workload) != "lengths":
         return False
     heads, pairs, size = model.heads
     width = _aligned(size)

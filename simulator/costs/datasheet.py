@@ -168,7 +168,7 @@ class Datasheet(EstimatedCosts):
         # Written-out scores always include the masked pairs, so documents change nothing there.
         self.masked = (
             workload.documents
-            and document_attention(model, workload.dtype, fused=fused) == "mask"
+            and document_attention(model, workload) == "mask"
             and (model.family not in UNFUSED_ATTENTION or fused)
         )
         products = hardware.peak_tflops.get("bf16", hardware.peak_tflops[workload.dtype])

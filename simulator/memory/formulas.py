@@ -7,6 +7,8 @@ from __future__ import annotations
 import functools
 import math
 
+import msgspec
+
 from megatrain.simulator.hardware.cost_table import Workspace
 from megatrain.simulator.model.attention_masks import added_mask_bytes, mask_bytes, saved_mask_bytes
 from megatrain.simulator.model.layer import DTYPE_BYTES, EMBEDDING
@@ -33,17 +35,8 @@ def activations_estimate(model: ModelSpec, workload: Workload) -> int:
     with eager layers (experiments/results). For one model with compiled layers, which save less, it
     equals them in bf16 and in fp8.
     """
-    compiled = _compiled(model, workload)
     return (
-        max_saved_bytes(
-            model,
-            workload.tokens,
-            workload.sequence,
-            workload.dtype,
-            workload.piece,
-            compiled=compiled,
-            fused=model.fuses_scores(workload),
-        )
+        max_saved_bytes(model, _as_run(model, workload))
         + saved_mask_bytes(model, workload)
         + workload.tokens * model.carried * DTYPE_BYTES[workload.dtype]
         + fp8_saved_bytes(model, workload)
@@ -59,12 +52,12 @@ def rebuilt_estimate(model: ModelSpec, workload: Workload) -> int:
     return min(rebuilt_bytes(model, layer, workload) for layer in layers)
 
 
-def _compiled(model: ModelSpec, workload: Workload) -> bool:
-    """Returns whether the formulas for compiled layers apply.
-
-    They do not apply if some layers of the model always run eagerly.
+def _as_run(model: ModelSpec, workload: Workload) -> Workload:
+    """Returns the workload without compiled layers if some layers of the model always run eagerly.
+    The formulas for compiled layers then do not apply.
     """
-    return workload.compiled and all(layer.compilable for layer in model.decoders)
+    compiled = workload.compiled and all(layer.compilable for layer in model.decoders)
+    return msgspec.structs.replace(workload, compiled=compiled)
 
 
 def fp8_saved_bytes(model: ModelSpec, workload: Workload) -> int:
@@ -200,16 +193,7 @@ def workspace_estimate(model: ModelSpec, workload: Workload) -> Workspace:
         head += padded * model.hidden * width
     head = max(head, embedding_bytes(model, workload))
     layer = (
-        transient_bytes(
-            model,
-            tokens,
-            workload.sequence,
-            workload.dtype,
-            workload.piece,
-            compiled=_compiled(model, workload),
-            groups=workload.groups,
-            fused=model.fuses_scores(workload),
-        )
+        transient_bytes(model, _as_run(model, workload))
         + mask_bytes(model, workload)
         - added_mask_bytes(model, workload)
         + fp8_temporary_bytes(model, workload)

@@ -13,7 +13,7 @@ from megatrain.simulator.model.families import (
 )
 from megatrain.simulator.model.layer import DTYPE_BYTES, LayerSpec
 from megatrain.simulator.model.specs import ModelSpec
-from megatrain.simulator.model.workload import Dtype, Workload
+from megatrain.simulator.model.workload import Workload
 
 
 def documents_obstacle(model: ModelSpec, sequence: int) -> str | None:
@@ -31,15 +31,14 @@ def documents_obstacle(model: ModelSpec, sequence: int) -> str | None:
     return None
 
 
-def document_attention(
-    model: ModelSpec, dtype: Dtype, *, fused: bool = False
-) -> Literal["lengths", "mask"]:
+def document_attention(model: ModelSpec, workload: Workload) -> Literal["lengths", "mask"]:
     """Returns how attention on a GPU separates the documents of a row: `lengths` if a fused
-    kernel receives their lengths, `mask` if the scores are masked. `fused` is the result of
-    `fuses_scores`. The kernel then receives lengths also for rows of one document.
+    kernel receives their lengths, `mask` if the scores are masked. A flash kernel that computes
+    scores with sinks receives lengths also for rows of one document.
     """
-    unfused = model.family in (*UNFUSED_ATTENTION, *WIDE_HEADS) and not fused
-    return "mask" if dtype == "fp32" or unfused else "lengths"
+    unfused = model.family in (*UNFUSED_ATTENTION, *WIDE_HEADS)
+    unfused = unfused and not model.fuses_scores(workload)
+    return "mask" if workload.dtype == "fp32" or unfused else "lengths"
 
 
 def mask_bytes(model: ModelSpec, workload: Workload) -> int:
@@ -71,9 +70,8 @@ def is_masked(model: ModelSpec, layer: LayerSpec, workload: Workload) -> bool:
     """Returns whether the layer's attention has a mask."""
     if layer.attention == "linear_attention":
         return False
-    fused = model.fuses_scores(workload)
-    separates = document_attention(model, workload.dtype, fused=fused)
-    if workload.documents or (fused and separates == "lengths"):
+    separates = document_attention(model, workload)
+    if workload.documents or (model.fuses_scores(workload) and separates == "lengths"):
         return separates == "mask"
     windowed = 0 < model.window(layer.name) <= workload.sequence
     return windowed or layer_writes_scores(model, layer, workload) or model.family in ALWAYS_MASKED
@@ -81,8 +79,7 @@ def is_masked(model: ModelSpec, layer: LayerSpec, workload: Workload) -> bool:
 
 def layer_writes_scores(model: ModelSpec, layer: LayerSpec, workload: Workload) -> bool:
     """Returns whether the layer writes out its scores."""
-    part = model.part(layer.name, fused=model.fuses_scores(workload))
-    return part.scores.kept != Kept()
+    return model.computed_part(layer.name, workload).scores.kept != Kept()
 
 
 def saved_mask_bytes(model: ModelSpec, workload: Workload) -> int:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from megatrain.simulator.model.families import Kept, Part
 from megatrain.simulator.model.layer import DTYPE_BYTES, LayerSpec
 from megatrain.simulator.model.specs import ModelSpec
-from megatrain.simulator.model.workload import Dtype, Workload
+from megatrain.simulator.model.workload import Workload
 
 TILE = 128
 """Rows of a tile in the products of experts, of which a GPU computes whole ones, and the rows that
@@ -54,118 +55,63 @@ def added_fp8_bytes(model: ModelSpec, layer: str, workload: Workload) -> int:
     return weights + workload.tokens * (8 * len(products) - rebuilt * width)
 
 
-def saved_bytes(
-    model: ModelSpec,
-    layer: str,
-    tokens: int,
-    sequence: int,
-    dtype: Dtype,
-    piece: int = 0,
-    *,
-    compiled: bool = False,
-    fused: bool = False,
-) -> int:
+def saved_bytes(model: ModelSpec, layer: str, workload: Workload) -> int:
     """Returns the bytes that autograd saves in a decoder layer from its forward to its
     backward.
 
     They are the sum over the parts of the layer (`families/parts.py`). A norm saves its input
     in fp32 if that is a copy, the normalized row and its output. Attention saves q, k, v and
     its output, and its score matrix only if the family writes it out. A gated MLP saves gate,
-    up, the activation and their product. With `fused`, the flash kernel computes scores with
-    sinks (`fuses_scores`), so they are not written out.
+    up, the activation and their product. If the workload names a flash kernel for
+    scores with sinks (`ModelSpec.fuses_scores`), they are not written out.
 
-    With pieces of `piece` tokens, the MLP and the norm before it save only their input, and the
+    With pieces of tokens, the MLP and the norm before it save only their input, and the
     norm before attention saves only its output, which projections read. With a router loss, a
     layer with experts keeps the logits of its router.
 
-    A `compiled` layer saves the tensors that the compiler's partitioner chooses. Elementwise
-    kernels run again in the backward pass, so mainly the operands and results of matrix
-    products are saved: input and output of a norm, and gate, up and product of a gated MLP.
-    With S tokens per sequence and heads of size k, 4 S k bytes are added for a tensor that is
-    computed once from the positions.
+    If the workload has compiled layers, they save the tensors that the compiler's partitioner
+    chooses. Elementwise kernels run again in the backward pass, so mainly the operands and
+    results of matrix products are saved: input and output of a norm, and gate, up and product
+    of a gated MLP. With S tokens per sequence and heads of size k, 4 S k bytes are added for a
+    tensor that is computed once from the positions.
 
     tests/simulator/memory/test_compiled_memory.py compares it with the compiler's choice.
     """
-    part, width = model.part(layer, fused=fused), DTYPE_BYTES[dtype]
+    part, width = model.computed_part(layer, workload), DTYPE_BYTES[workload.dtype]
     kept, scores, once = part.kept, part.scores.kept, 0
-    if compiled:
+    if workload.compiled:
         kept, scores = part.in_compiled.kept, part.scores.compiled[0]
-        once = _SEEDS + 4 * sequence * model.heads.size
+        once = _SEEDS + 4 * workload.sequence * model.heads.size
         once += 4 * part.in_compiled.cast if width < 4 else 0
     saved = kept.bytes(width) + _ROUTER_LOSS_BYTES[0] * model.router_logits(layer)
-    if piece and (pieces := model.layer_pieces(layer, compiled=compiled)):
+    pieces = model.layer_pieces(layer, compiled=workload.compiled)
+    if workload.piece and pieces:
         hidden = model.hidden * width
-        chain = pieces.chain.in_compiled.kept if compiled else pieces.chain.kept
+        chain = pieces.chain.in_compiled.kept if workload.compiled else pieces.chain.kept
         saved -= chain.bytes(width) - (hidden if pieces.norm else 0)
         saved -= pieces.first.kept.bytes(width) - hidden if pieces.first else 0
-    return tokens * (saved + sequence * scores.bytes(width)) + once
+    return workload.tokens * (saved + workload.sequence * scores.bytes(width)) + once
 
 
-def max_saved_bytes(
-    model: ModelSpec,
-    tokens: int,
-    sequence: int,
-    dtype: Dtype,
-    piece: int = 0,
-    *,
-    compiled: bool = False,
-    fused: bool = False,
-) -> int:
+def max_saved_bytes(model: ModelSpec, workload: Workload) -> int:
     """Returns the largest `saved_bytes` of all decoder layers."""
-    return max(
-        saved_bytes(
-            model, layer.name, tokens, sequence, dtype, piece, compiled=compiled, fused=fused
-        )
-        for layer in {layer.signature: layer for layer in model.decoders}.values()
-    )
+    return max(saved_bytes(model, layer.name, workload) for layer in _different(model))
 
 
-def transient_bytes(
-    model: ModelSpec,
-    tokens: int,
-    sequence: int,
-    dtype: Dtype,
-    piece: int = 0,
-    *,
-    compiled: bool = False,
-    groups: int = 1,
-    fused: bool = False,
-) -> int:
+def transient_bytes(model: ModelSpec, workload: Workload) -> int:
     """Returns the largest `backward_bytes` of all decoder layers, minus the largest
     `saved_bytes`: the bytes of temporary tensors in the backward pass.
     """
-    most = max_saved_bytes(model, tokens, sequence, dtype, piece, compiled=compiled, fused=fused)
-    return (
-        max(
-            backward_bytes(
-                model,
-                layer,
-                tokens,
-                sequence,
-                dtype,
-                piece,
-                compiled=compiled,
-                groups=groups,
-                fused=fused,
-            )
-            for layer in {layer.signature: layer for layer in model.decoders}.values()
-        )
-        - most
-    )
+    most = max(backward_bytes(model, layer, workload) for layer in _different(model))
+    return most - max_saved_bytes(model, workload)
 
 
-def backward_bytes(
-    model: ModelSpec,
-    layer: LayerSpec,
-    tokens: int,
-    sequence: int,
-    dtype: Dtype,
-    piece: int = 0,
-    *,
-    compiled: bool = False,
-    groups: int = 1,
-    fused: bool = False,
-) -> int:
+def _different(model: ModelSpec) -> Iterable[LayerSpec]:
+    """Returns one decoder layer for each signature."""
+    return {layer.signature: layer for layer in model.decoders}.values()
+
+
+def backward_bytes(model: ModelSpec, layer: LayerSpec, workload: Workload) -> int:
     """Returns the peak device bytes of a decoder layer's backward pass, saved activations
     included.
 
@@ -198,8 +144,8 @@ def backward_bytes(
       gradients, the tensors of the norm, and two gradients, 2 T d b.
 
     With several groups of heads, the attention kernel's own tensors in `Part.late` exist for
-    one group at a time (`KernelMemory.bytes`). With `fused`, the flash kernel computes scores
-    with sinks (`fuses_scores`). It receives lengths, so its own tensors have more rows.
+    one group at a time (`KernelMemory.bytes`). A flash kernel that
+    computes scores with sinks receives lengths, so its own tensors have more rows (`_padding`).
 
     A compiled layer differs in these points:
 
@@ -222,19 +168,10 @@ def backward_bytes(
     tests/simulator/memory/test_counted_memory.py compares it with the runtime's layers, and
     tests/simulator/memory/test_compiled_memory.py with compiled layers.
     """
-    part, width = model.part(layer.name, fused=fused), DTYPE_BYTES[dtype]
-    if piece and model.layer_pieces(layer.name):
-        return _backward_in_pieces(
-            model,
-            layer,
-            tokens,
-            sequence,
-            dtype,
-            piece,
-            compiled=compiled,
-            groups=groups,
-            fused=fused,
-        )
+    if workload.piece and model.layer_pieces(layer.name):
+        return _backward_in_pieces(model, layer, workload)
+    part, width = model.computed_part(layer.name, workload), DTYPE_BYTES[workload.dtype]
+    tokens, compiled = workload.tokens, workload.compiled
 
     def held(*states: Kept) -> int:
         return tokens * max((kept.bytes(width) for kept in states), default=0)
@@ -244,26 +181,18 @@ def backward_bytes(
     if compiled:
         early, freed = part.in_compiled.early, part.in_compiled.freed
         scores, longer = part.scores.compiled[1], _longer(model, part, tokens, width)
-    written = tokens * sequence * scores.bytes(width)
-    padding = _padding(part, tokens, sequence, fused)
+    written = tokens * workload.sequence * scores.bytes(width)
+    late = tokens * _late(part, width, workload.groups, compiled)
     parts = [
         width * part.down + held(*early),
         width * part.projections + held(part.middle),
         width * part.projections + held(*part.between) - held(freed),
-        width * layer.elements
-        + tokens * _late(part, width, groups, compiled)
-        + padding
-        - held(freed)
-        + longer,
+        width * layer.elements + late + _padding(model, part, workload) - held(freed) + longer,
     ]
     if compiled:
         if part.parallel:
             output = part.attended.low * model.hidden  # elements of attention's last weight
-            parts.append(
-                width * (part.down + output)
-                + tokens * _late(part, width, groups, compiled)
-                - held(part.in_compiled.gone)
-            )
+            parts.append(width * (part.down + output) + late - held(part.in_compiled.gone))
         biases = {name.replace(".weight", ".bias") for name, _ in part.last}
         biased = any(name in biases for name, _ in part.tensors)
         reusing = tokens == model.hidden and (biased or part.parallel)
@@ -278,23 +207,24 @@ def backward_bytes(
     if carried:
         parts.append(width * layer.elements + 3 * tokens * carried * width + written)
     return (
-        saved_bytes(model, layer.name, tokens, sequence, dtype, compiled=compiled, fused=fused)
+        saved_bytes(model, layer.name, workload)
         + max(parts)
         + tokens * _ROUTER_LOSS_BYTES[1] * model.router_logits(layer.name)
-        + 24 * sequence * model.heads.size
+        + 24 * workload.sequence * model.heads.size
     )
 
 
-def _padding(part: Part, tokens: int, sequence: int, fused: bool) -> int:
+def _padding(model: ModelSpec, part: Part, workload: Workload) -> int:
     """Returns the bytes of the rows that a kernel that receives lengths adds to its own fp32
-    sums: `TILE` rows for each row of the micro-batch. 0 without `fused`.
+    sums: `TILE` rows for each row of the micro-batch. 0 unless the kernel computes scores with
+    sinks.
 
     Packed documents have more. They are not counted, as in families whose kernel receives
     lengths only for documents.
     """
-    if not fused or part.kernel is None:
+    if part.kernel is None or not model.fuses_scores(workload):
         return 0
-    return 4 * TILE * -(-tokens // sequence) * part.kernel.inside.wide
+    return 4 * TILE * workload.batch * part.kernel.inside.wide
 
 
 def _longer(model: ModelSpec, part: Part, tokens: int, width: int) -> int:
@@ -305,20 +235,10 @@ def _longer(model: ModelSpec, part: Part, tokens: int, width: int) -> int:
     return tokens * width * (max(2 * model.hidden, part.in_compiled.longer) + reused)
 
 
-def _backward_in_pieces(
-    model: ModelSpec,
-    layer: LayerSpec,
-    tokens: int,
-    sequence: int,
-    dtype: Dtype,
-    piece: int,
-    *,
-    compiled: bool,
-    groups: int,
-    fused: bool,
-) -> int:
-    """Returns `backward_bytes` of a layer that is computed in pieces of `piece` tokens."""
-    part, width = model.part(layer.name, fused=fused), DTYPE_BYTES[dtype]
+def _backward_in_pieces(model: ModelSpec, layer: LayerSpec, workload: Workload) -> int:
+    """Returns `backward_bytes` of a layer that is computed in pieces of tokens."""
+    part, width = model.computed_part(layer.name, workload), DTYPE_BYTES[workload.dtype]
+    tokens, compiled = workload.tokens, workload.compiled
     pieces = model.layer_pieces(layer.name, compiled=compiled)
     assert pieces is not None
     chain, row = pieces.chain, model.hidden * width
@@ -338,21 +258,19 @@ def _backward_in_pieces(
     norms = tuple(state for state in part.early if state not in chain.early)
     others = width * (layer.elements - parameters) if compiled and part.parallel else 0
     around = max(
-        tokens * row + piece * in_piece + (4 + width) * parameters + others,
+        tokens * row + workload.piece * in_piece + (4 + width) * parameters + others,
         width * layer.elements
-        + tokens * (_late(part, width, groups, compiled) + (0 if pieces.norm else 2 * row))
-        + _padding(part, tokens, sequence, fused)
+        + tokens * (_late(part, width, workload.groups, compiled) + (0 if pieces.norm else 2 * row))
+        + _padding(model, part, workload)
         + longer,
         width * layer.elements + tokens * (held(*norms) + 2 * row) if norms else 0,
     )
     return (
-        saved_bytes(
-            model, layer.name, tokens, sequence, dtype, piece, compiled=compiled, fused=fused
-        )
+        saved_bytes(model, layer.name, workload)
         + around
         + tokens * _ROUTER_LOSS_BYTES[1] * model.router_logits(layer.name)
-        + tokens * sequence * scores.bytes(width)
-        + 24 * sequence * model.heads.size
+        + tokens * workload.sequence * scores.bytes(width)
+        + 24 * workload.sequence * model.heads.size
     )
 
 

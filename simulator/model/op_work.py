@@ -263,7 +263,7 @@ def op_work(
             0,
             moved + padding + -(-tokens // workload.loss_chunk) * table * width,
         )
-    part, passes = model.part(layer, fused=model.fuses_scores(workload)), _PASSES[kind]
+    part, passes = model.computed_part(layer, workload), _PASSES[kind]
     traffic, matrix = (
         (part.backward, part.scores.backward)
         if kind == "backward"

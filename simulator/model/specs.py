@@ -37,7 +37,7 @@ from megatrain.simulator.model.layer import (
     LayerSpec,
     TensorSpec,
 )
-from megatrain.simulator.model.workload import FP8_MULTIPLE, Dtype, Workload
+from megatrain.simulator.model.workload import FP8_MULTIPLE, Workload
 
 
 def _tensors(pairs: Tensors) -> tuple[TensorSpec, ...]:
@@ -221,6 +221,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         shape = self.architecture
         return (shape.with_flash if fused else shape.decoders)[shape.kinds[int(layer)]]
 
+    def computed_part(self, layer: str, workload: Workload) -> Part:
+        """Returns the parts of a decoder layer with the attention kernel of `workload`."""
+        return self.part(layer, fused=self.fuses_scores(workload))
+
     def fuses_scores(self, workload: Workload) -> bool:
         """Returns whether the kernel that `workload` names computes the scores of this model, which
         transformers writes out. It does for scores with sinks.
@@ -393,14 +397,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             return self.stack[layer].kind == "decoder"
         return self.family in CAN_SAVE_ATTENTION and self.stack[layer].attention == "full_attention"
 
-    def kept_attention(
-        self, layer: str, tokens: int, dtype: Dtype, *, fused: bool = False
-    ) -> KeptAttention:
-        """Returns the bytes of a decoder layer's saved attention. `fused` is as in
-        `can_save_attention`.
-        """
-        attended = self.part(layer, fused=fused).attended
-        return KeptAttention(tokens * attended.low * DTYPE_BYTES[dtype], 4 * tokens * attended.wide)
+    def kept_attention(self, layer: str, workload: Workload) -> KeptAttention:
+        """Returns the bytes of a decoder layer's saved attention."""
+        attended, tokens = self.computed_part(layer, workload).attended, workload.tokens
+        width = DTYPE_BYTES[workload.dtype]
+        return KeptAttention(tokens * attended.low * width, 4 * tokens * attended.wide)
 
     def window(self, layer: str) -> int:
         """Returns the most tokens that a query of the decoder layer attends to, including its own
@@ -410,8 +411,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @functools.cached_property
     def attention_kinds(self) -> tuple[LayerSpec, ...]:
-        """One decoder layer of each kind that `_masked` distinguishes, the last of its kind, in the
-        order of the layers.
+        """One decoder layer of each kind that `is_masked` (`attention_masks.py`) distinguishes: the
+        last of its kind, in the order of the layers.
         """
         kinds = dict[object, LayerSpec]()
         for layer in self.decoders:

@@ -270,12 +270,7 @@ class Filling:
         saved, work = held.placed("saved_activations"), plan.workload
         layers = [layer for layer in self.attention_layers if layer not in saved]
         if layers:
-            output_bytes = max(
-                plan.model.kept_attention(
-                    layer, work.tokens, work.dtype, fused=plan.model.fuses_scores(work)
-                ).bytes
-                for layer in layers
-            )
+            output_bytes = max(plan.model.kept_attention(layer, work).bytes for layer in layers)
             each_on_device = plan.knobs.micro_batch_group * (output_bytes + 256)
             names = [layer.name for layer in plan.model.decoders]
             count = min(self.room(held) // each_on_device, len(layers))

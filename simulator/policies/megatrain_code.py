@@ -37,6 +37,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import msgspec
+
 from megatrain.simulator.model.layer import DTYPE_BYTES, EMBEDDING
 from megatrain.simulator.model.layer_memory import max_saved_bytes
 from megatrain.simulator.policies.building.builder import Builder
@@ -156,7 +158,7 @@ class _Code:
         builder.slots(
             "device.hidden", self.interval + 2, hidden, "hidden", dtype, scales_with_tokens=True
         )
-        saved = max_saved_bytes(self.model, self.work.tokens, self.work.sequence, self.work.dtype)
+        saved = max_saved_bytes(self.model, msgspec.structs.replace(self.work, compiled=False))
         builder.slots(
             "device.activations", 1, saved, "activations", dynamic=True, scales_with_tokens=True
         )

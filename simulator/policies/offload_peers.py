@@ -79,9 +79,7 @@ def workspace(builder: Builder, plan: Plan) -> int:
 
     Returns its bytes.
     """
-    size = transient_bytes(
-        plan.model, plan.workload.tokens, plan.workload.sequence, plan.workload.dtype
-    )
+    size = transient_bytes(plan.model, msgspec.structs.replace(plan.workload, compiled=False))
     builder.persistent("device.workspace", "layer", size, "workspace")
     return size
 
@@ -144,7 +142,7 @@ class Offload:
         self.passes = itertools.count()
         """Numbers of the host passes."""
         reused = workspace(builder, plan) + max_saved_bytes(
-            plan.model, plan.workload.tokens, plan.workload.sequence, plan.workload.dtype
+            plan.model, msgspec.structs.replace(plan.workload, compiled=False)
         )
         reused += leaving * (2 * self.decoder + self.vocabulary) + landing_bytes * (
             self.decoder + self.vocabulary

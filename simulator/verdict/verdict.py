@@ -432,7 +432,7 @@ def _documents(model: ModelSpec, work: Workload) -> str:
     fused = model.fuses_scores(work)
     if (
         not work.documents
-        or document_attention(model, work.dtype, fused=fused) != "mask"
+        or document_attention(model, work) != "mask"
         or (model.family in UNFUSED_ATTENTION and not fused)
     ):
         return ""

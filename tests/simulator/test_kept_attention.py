@@ -95,7 +95,7 @@ def test_offloaded_attention_stays_in_host_memory_until_recompute(
     )
     schedule = policies.lower(plan)
     schedule.check()
-    size = plan.model.kept_attention("0", plan.workload.tokens, plan.workload.dtype).bytes
+    size = plan.model.kept_attention("0", plan.workload).bytes
     for layer, offloaded in (("0", True), ("1", False), ("2", True), ("3", True)):
         for micro in range(2):
             around = [schedule.by_id.get(f"{kind}{layer}.m{micro}") for kind in ("T", "TL")]

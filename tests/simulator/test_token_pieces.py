@@ -115,10 +115,9 @@ def test_a_router_loss_keeps_the_logits_and_computes_the_experts_again() -> None
     switch = {"output_router_logits": True, "router_aux_loss_coef": 0.001}
     routed = ModelSpec.from_config({**plain.config, **switch}, "config.json")
     work = Workload(batch=1, sequence=65536, token_piece=4096)
-    sizes = work.tokens, work.sequence, work.dtype, work.piece
     assert op_work(routed, "recompute", "0", work) == op_work(routed, "forward", "0", work)
     logits = 4 * work.tokens * plain.config["num_experts"]
-    assert saved_bytes(routed, "0", *sizes) == saved_bytes(plain, "0", *sizes) + logits
+    assert saved_bytes(routed, "0", work) == saved_bytes(plain, "0", work) + logits
 
 
 def test_unable_models_and_another_system_are_refused() -> None:

@@ -20,6 +20,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import msgspec
+
 from megatrain.simulator.model.layer import DTYPE_BYTES, EMBEDDING
 from megatrain.simulator.model.layer_memory import max_saved_bytes
 from megatrain.simulator.policies.building.builder import Builder
@@ -145,10 +147,7 @@ class _Buffers:
         longest = max(
             (len(block) for block in self.blocks if block[0] not in self.saved_layers), default=0
         )
-        fused = model.fuses_scores(work)
-        saved = max_saved_bytes(
-            model, work.tokens, work.sequence, work.dtype, work.piece, fused=fused
-        )
+        saved = max_saved_bytes(model, msgspec.structs.replace(work, compiled=False))
         builder.slots(
             "device.checkpoints",
             # Even if all inputs are offloaded, the inputs of one layer and one output are on the
@@ -186,8 +185,7 @@ class _Buffers:
             scales_with_tokens=True,
         )
         self.attention_bytes = {
-            index: model.kept_attention(str(index), work.tokens, work.dtype, fused=fused).bytes
-            for index in self.attended
+            index: model.kept_attention(str(index), work).bytes for index in self.attended
         }
         together = max(len(self.attention_offloaded.intersection(block)) for block in self.blocks)
         builder.slots(

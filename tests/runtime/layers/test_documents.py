@@ -385,8 +385,9 @@ def test_bounds_are_the_starts_of_documents_and_the_rest_is_empty(
 def test_the_simulator_knows_which_families_write_out_scores(family: str) -> None:
     model = model_of(family)
     assert (config_of(model)._attn_implementation == "eager") == (family in UNFUSED_ATTENTION)
-    assert document_attention(model, "fp32") == "mask"
-    assert document_attention(model, "bf16") == (
+    work = Workload(batch=1, sequence=SEQUENCE)
+    assert document_attention(model, msgspec.structs.replace(work, dtype="fp32")) == "mask"
+    assert document_attention(model, work) == (
         "mask" if family in (*UNFUSED_ATTENTION, *WIDE_HEADS) else "lengths"
     )
 
@@ -418,7 +419,7 @@ def test_every_family_is_asked_whether_a_gpu_takes_lengths(
     )
     assert (
         lengths.takes_lengths(model, work, torch.device("cuda"))
-        == (document_attention(model, "bf16") == "lengths")
+        == (document_attention(model, work) == "lengths")
         == bool(asked)
     )
     assert all(

@@ -296,9 +296,7 @@ def layers_of_a_gpu(model: ModelSpec, workload: Workload, **options: Any) -> Fun
     with mock.patch.object(
         lengths,
         "takes_lengths",
-        lambda model, work, _: (
-            document_attention(model, work.dtype, fused=model.fuses_scores(work)) == "lengths"
-        ),
+        lambda model, work, _: document_attention(model, work) == "lengths",
     ):
         return FunctionalLayers(model, workload, config_of(model), torch.device("cpu"), **options)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -135,7 +136,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return forward(starts, *others)
 
     def takes_lengths(model: ModelSpec, work: Workload, _device: torch.device) -> bool:
-        return document_attention(model, "bf16", fused=model.fuses_scores(work)) == "lengths"
+        return document_attention(model, msgspec.structs.replace(work, dtype="bf16")) == "lengths"
 
     monkeypatch.setattr(lengths, "takes_lengths", takes_lengths)
     monkeypatch.setattr(lengths, "forward", counted)

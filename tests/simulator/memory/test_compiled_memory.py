@@ -67,14 +67,9 @@ The saved bytes are those of experiments/results/h200-qwen2.5-7b-batches/hardwar
 
 def predicted(spec: ModelSpec, layer: LayerSpec, work: Workload) -> tuple[int, int]:
     """Returns the predicted saved bytes with the output, and the predicted peak."""
-    sizes = (work.tokens, work.sequence, work.dtype, work.piece)
     more = work.tokens * spec.carried * DTYPE_BYTES[work.dtype] + saved_mask_bytes(spec, work)
-    fused = spec.fuses_scores(work)
-    peak = backward_bytes(spec, layer, *sizes, compiled=True, fused=fused)
-    return (
-        saved_bytes(spec, layer.name, *sizes, compiled=True, fused=fused) + more,
-        peak + more + mask_bytes(spec, work),
-    )
+    peak = backward_bytes(spec, layer, work)
+    return saved_bytes(spec, layer.name, work) + more, peak + more + mask_bytes(spec, work)
 
 
 def shares(

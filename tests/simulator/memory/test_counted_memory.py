@@ -56,7 +56,7 @@ def shares(family: str) -> Iterator[float]:
     spec, work = wide_model(family), WORKLOAD
     for layer in different_layers(spec):
         predicted = (
-            backward_bytes(spec, layer, work.tokens, work.sequence, work.dtype)
+            backward_bytes(spec, layer, work)
             + work.tokens * spec.carried * DTYPE_BYTES[work.dtype]
             + mask_bytes(spec, work)
         )
@@ -159,10 +159,9 @@ def test_pieces_of_tokens_save_less_and_their_peak_is_not_predicted_too_low(fami
         assert found.saved < whole.saved
         if not layer.experts:  # the sums of the gradients of all experts are in fp32
             assert found.all <= whole.all  # equal where a mixer has the highest peak
-        sizes = work.tokens, work.sequence, work.dtype, work.piece
         output = work.tokens * spec.carried * width
-        saved = saved_bytes(spec, layer.name, *sizes) + output
-        peak = backward_bytes(spec, layer, *sizes) + output
+        saved = saved_bytes(spec, layer.name, work) + output
+        peak = backward_bytes(spec, layer, work) + output
         assert found.saved <= 1.15 * saved
         assert found.all <= peak <= 1.45 * found.all
 
@@ -174,10 +173,9 @@ def test_groups_of_heads_need_less_memory_in_attention(name: str) -> None:
     for groups in (1, 2, spec.heads.pairs):
         work = Workload(batch=1, sequence=262144, token_piece=16384, head_groups=groups)
         found, layer = counted(spec, spec.decoders[0], work), spec.decoders[0]
-        sizes = work.tokens, work.sequence, work.dtype, work.piece
         output = work.tokens * spec.carried * DTYPE_BYTES[work.dtype]
-        assert found.saved <= 1.02 * (saved_bytes(spec, "0", *sizes) + output)
-        totals[groups] = backward_bytes(spec, layer, *sizes, groups=groups) + output
+        assert found.saved <= 1.02 * (saved_bytes(spec, "0", work) + output)
+        totals[groups] = backward_bytes(spec, layer, work) + output
         assert found.all <= totals[groups] <= 1.08 * found.all
         estimate = activations_estimate(spec, work) + workspace_estimate(spec, work).layer
         assert estimate == totals[groups]
@@ -203,10 +201,10 @@ def test_the_memory_of_a_router_loss_is_not_predicted_too_low(
     switch = {"output_router_logits": True, "router_aux_loss_coef": 0.01}
     spec = ModelSpec.from_config({**wide_model(family).config, **switch, **changes}, "config.json")
     work, layer = Workload(batch=1, sequence=32768, token_piece=piece), spec.decoders[-1]
-    found, sizes = counted(spec, layer, work), (work.tokens, work.sequence, work.dtype, work.piece)
+    found = counted(spec, layer, work)
     output = work.tokens * spec.carried * DTYPE_BYTES[work.dtype]
-    assert found.saved <= 1.02 * (saved_bytes(spec, layer.name, *sizes) + output)
-    peak = backward_bytes(spec, layer, *sizes) + output
+    assert found.saved <= 1.02 * (saved_bytes(spec, layer.name, work) + output)
+    peak = backward_bytes(spec, layer, work) + output
     assert found.all <= peak <= (1.25 if changes else 1.2) * found.all
 
 
@@ -225,7 +223,6 @@ def test_the_memory_of_attention_with_sinks_is_predicted(
     """
     spec = wide_model(family)
     work = Workload(batch=batch, sequence=sequence, attention="flash", token_piece=piece)
-    sizes = (work.tokens, work.sequence, work.dtype, work.piece)
     output = work.tokens * spec.carried * DTYPE_BYTES[work.dtype]
     turns = 8 * work.sequence * spec.heads.size  # sines and cosines, which the peak includes
     kinds = different_layers(spec)
@@ -233,8 +230,8 @@ def test_the_memory_of_attention_with_sinks_is_predicted(
     assert not mask_bytes(spec, work)
     for layer in kinds:
         found = counted(spec, layer, work)
-        saved = saved_bytes(spec, layer.name, *sizes, fused=True) + output
-        peak = backward_bytes(spec, layer, *sizes, fused=True) + output
+        saved = saved_bytes(spec, layer.name, work) + output
+        peak = backward_bytes(spec, layer, work) + output
         assert found.saved - turns <= saved <= 1.01 * found.saved
         assert 1 <= peak / found.all <= 1.55
 
@@ -260,8 +257,9 @@ def test_keys_of_wide_heads_are_copied_for_each_query_head() -> None:
     spec = ModelSpec.from_config({**wide_model("gemma4_text").config, **sizes}, "x").shortest(1)
     work, layer = Workload(batch=2, sequence=256), spec.decoders[-1]
     assert not mask_bytes(spec, work)
-    sizes_of = (layer.name, work.tokens, work.sequence, work.dtype)
-    predicted = saved_bytes(spec, *sizes_of) + work.tokens * spec.carried * DTYPE_BYTES[work.dtype]
+    predicted = (
+        saved_bytes(spec, layer.name, work) + work.tokens * spec.carried * DTYPE_BYTES[work.dtype]
+    )
     assert 0.99 <= predicted / counted(spec, layer, work).saved <= 1
 
 

@@ -384,6 +384,7 @@ def test_saved_bytes_are_those_kept_by_autograd(
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, 0, 0.05)
     positions = torch.arange(sequence)[None]
+    work = Workload(batch=batch, sequence=sequence, dtype=dtype)
     for layer in different_layers(spec):
         x_BSH = torch.randn(
             batch, sequence, spec.carried, dtype=TORCH_DTYPE[dtype], requires_grad=True
@@ -419,7 +420,7 @@ def test_saved_bytes_are_those_kept_by_autograd(
         ) -> object:
             return module(norm(x), attention_mask=None, position_ids=positions, **turns)
 
-        saved = saved_bytes(spec, layer.name, batch * sequence, sequence, dtype)
+        saved = saved_bytes(spec, layer.name, work)
         kept = kept_bytes(forward, given)
         if family in BOUNDED:
             assert kept <= saved * 1.003 <= 1.4 * kept, layer.signature

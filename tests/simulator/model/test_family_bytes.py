@@ -166,13 +166,7 @@ def shares(family: str, dtype: Dtype = "bf16") -> Iterator[list[float]]:
             / counted.bytes
             for kind, passes, counted in (("forward", 1, forward), ("backward", 2, backward))
         ]
-        yield [
-            100 * share
-            for share in (
-                *moved,
-                saved_bytes(spec, layer.name, work.tokens, work.sequence, dtype) / kept,
-            )
-        ]
+        yield [100 * share for share in (*moved, saved_bytes(spec, layer.name, work) / kept)]
 
 
 @pytest.fixture(scope="module", autouse=True)

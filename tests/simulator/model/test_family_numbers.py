@@ -14,6 +14,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from decoder_layers import different_layers
 from tiny_families import OWN, SMALL
@@ -85,15 +86,15 @@ def numbers(spec: ModelSpec, layer: LayerSpec, work: Workload) -> list[int]:
     peak of the backward pass, with the tokens of `work` and with few tokens.
     """
     forward, backward = (op_work(spec, kind, layer.name, work) for kind in ("forward", "backward"))
-    sizes = (work.tokens, work.sequence, work.dtype, work.piece)
-    few = (SHORT, SHORT, *sizes[2:])
+    piece = SHORT // 2 if work.piece else None
+    few = msgspec.structs.replace(work, batch=1, sequence=SHORT, token_piece=piece)
     return [
         forward.moved_bytes,
         backward.moved_bytes,
         forward.flops,
-        saved_bytes(spec, layer.name, *sizes, compiled=work.compiled),
-        backward_bytes(spec, layer, *sizes, compiled=work.compiled),
-        backward_bytes(spec, layer, *few, compiled=work.compiled),
+        saved_bytes(spec, layer.name, work),
+        backward_bytes(spec, layer, work),
+        backward_bytes(spec, layer, few),
     ]
 
 

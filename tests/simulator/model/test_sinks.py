@@ -46,7 +46,7 @@ def test_the_flash_kernel_saves_what_it_saves_without_sinks() -> None:
     plain = 2 * (2 * heads + 2 * pairs) * size + 4 * heads
     copied = 2 * 4 * heads * size  # as in attention that is written out, without its scores
     assert kept == plain - copied
-    saved = OSS.kept_attention("0", 10, "bf16", fused=True)
+    saved = OSS.kept_attention("0", Workload(batch=1, sequence=10, attention="flash"))
     assert (saved.output, saved.log_sum_exp) == (10 * 2 * heads * size, 10 * 4 * heads)
 
 

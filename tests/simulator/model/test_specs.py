@@ -322,7 +322,7 @@ def survives(config: object) -> None:
     if spec:
         assert spec.parameters >= spec.active_parameters > 0
         assert op_work(spec, "forward", "0", Workload(batch=1, sequence=8)).flops > 0
-        assert saved_bytes(spec, "0", 8, 8, "bf16") > 0
+        assert saved_bytes(spec, "0", Workload(batch=1, sequence=8)) > 0
         assert spec.shortest(1).layers <= spec.layers
         tomli_w.dumps(msgspec.to_builtins(spec))
 
@@ -387,4 +387,5 @@ def test_saved_activations_are_more_than_the_layer_s_input(
     make_model: Callable[..., ModelSpec],
 ) -> None:
     """The input has `hidden` numbers a token."""
-    assert saved_bytes(make_model(hidden=64), "1", 100, 100, "fp32") > 100 * 64 * 4
+    work = Workload(batch=1, sequence=100, dtype="fp32")
+    assert saved_bytes(make_model(hidden=64), "1", work) > 100 * 64 * 4
