@@ -173,7 +173,9 @@ def test_knobs_that_a_policy_does_not_read_are_neither_searched_nor_reported(
             if field not in (*read, "placement"):
                 assert getattr(choice.plan.knobs, field) == getattr(defaults, field)
         verdict = judge(model, H200, WORK, policies=[name], advise=False)
-        assert set(verdict.knobs) == {*read, "placement"}
+        # eager layers rebuild nothing, and one GPU exchanges nothing
+        without_effect = {"rebuild_outputs", "exchange_bytes"}
+        assert set(verdict.knobs) == {*read, "placement"} - without_effect
 
 
 @pytest.mark.parametrize("policy", policies.names())
