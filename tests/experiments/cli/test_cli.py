@@ -27,6 +27,7 @@ from megatrain.simulator.costs import Datasheet, cost_model
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.planner.search import candidates
 from megatrain.simulator.policies import evaluation, lower, names, peers
 from megatrain.simulator.schedule.plan import Knobs, Plan
 from megatrain.simulator.schedule.timeline import Timeline
@@ -818,6 +819,25 @@ def test_without_a_model_check_lists_the_models_that_fit(
     assert models[0]["workload"] == one["workload"]
     none = command(*words, "--host-memory", "1GiB", "--device-memory", "1GiB")
     assert (none.status, none.out) == (3, "NO      No model of the library fits.\n")
+
+
+def test_a_model_whose_state_is_larger_than_the_memory_is_not_planned(
+    command: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """These models come first, and their searches take longest."""
+    searched = []
+
+    def record(model: ModelSpec, *args: Any, **kwargs: Any) -> Any:
+        searched.append(model.name)
+        return search(model, *args, **kwargs)
+
+    search = candidates
+    few = [ModelSpec.load(name) for name in ("qwen2.5-72b", "qwen2.5-0.5b")]
+    monkeypatch.setattr("megatrain.simulator.verdict.alternatives.library_models", lambda: few)
+    monkeypatch.setattr("megatrain.simulator.planner.search.candidates", record)
+    outcome = command("check", "--hardware", "rtx3080-10gb")
+    assert (outcome.status, searched) == (0, ["qwen2.5-0.5b"])
+    assert outcome.out.endswith("1 other model of the library does not fit.\n")
 
 
 @pytest.mark.usefixtures("searched_once")
