@@ -216,7 +216,7 @@ def test_another_state_of_the_generators_is_refused(
             (
                 r"step-00000002: found workload\.sequence 16 in the checkpoint and 8 in"
                 r" this run; allowed: the same in both; fix: resume with the settings of the"
-                r" checkpoint \(`megatrain plan --from PLAN --set sequence=16 --out NEW`\), or start"
+                r" checkpoint \(`megatrain plan --from PLAN --set sequence=16 --out NEW`\), or"
             ),
         ),
         (
