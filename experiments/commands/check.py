@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import textwrap
 import warnings
 
 from megatrain.experiments.cli import options
@@ -53,13 +54,16 @@ def run(args: argparse.Namespace) -> int:
             summarize(choice, hardware, tokens=args.tokens, kernel_chosen=kernel_chosen)
             for choice in choices
         ]
-        print(
-            json.dumps({"policies": [from_options.as_json(verdict) for verdict in verdicts]})
-            if args.json
-            else policy_table.table(
-                verdicts, layout.terminal_width(), names=from_options.policies("all")
+        if args.json:
+            print(json.dumps({"policies": [from_options.as_json(verdict) for verdict in verdicts]}))
+        else:
+            width, first = layout.terminal_width(), verdicts[0]
+            about = (
+                f"{first.model} on {verdict_text.where(first)}, with"
+                f" {verdict_text.step_tokens(first.workload)} a step:"
             )
-        )
+            print("\n".join(textwrap.wrap(about, width)), end="\n\n")
+            print(policy_table.table(verdicts, width, names=from_options.policies("all")))
         executable = [verdict for verdict in verdicts if not verdict.prediction_only]
         return 0 if executable[0].feasible else DoesNotFit.status
     shared = None

@@ -14,7 +14,9 @@ from pathlib import Path
 from megatrain.experiments.cli import options
 from megatrain.experiments.cli.verdict.layout import fitted
 from megatrain.runtime.data.rows.sources import EVALUATION_SPLITS, sources_at
+from megatrain.runtime.files.exported_models import model_to_evaluate
 from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.schedule.plan import Plan
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
@@ -57,6 +59,8 @@ def run(args: argparse.Namespace) -> int:
         )
     # These calls report a mistake before slow imports begin.
     options.refuse_missing_gpu(args)
+    if args.model is None and Plan.load(args.run / "plan.toml").gpus == 1:
+        model_to_evaluate(args.run)
     sources_at(args.data, (args.split,) if args.split else EVALUATION_SPLITS)
 
     from megatrain.runtime.training.evaluating import evaluate_run

@@ -59,7 +59,8 @@ def run(args: argparse.Namespace) -> int:
     ]
     if stale:
         print(
-            f"out of date, because code or data changed since: {', '.join(stale)}; `megatrain"
-            f" figures {' '.join(stale)} --rerun` simulates them again"
+            "drawn from results of an earlier version of the simulator, from which today's may"
+            f" differ: {', '.join(stale)}; `megatrain figures {' '.join(stale)} --rerun` simulates"
+            " them again, in some minutes"
         )
     return 0

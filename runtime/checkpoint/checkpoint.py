@@ -397,13 +397,14 @@ def refuse_other_run(
         how = f" (`megatrain plan --from PLAN{changes} --out NEW`)" if changes else ""
         raise UserError(
             str(folder),
-            found=", ".join(f"{name} {_short(was)}" for name, was, _ in differing),
-            allowed=(
-                f"{', '.join(f'{name} {_short(now)}' for name, _, now in differing)}, as in"
-                " this run"
+            found=", ".join(
+                f"{name.removeprefix('settings.')} {_short(was)} in the checkpoint and"
+                f" {_short(now)} in this run"
+                for name, was, now in differing
             ),
+            allowed="the same in both",
             fix=f"resume with the settings of the checkpoint{how}, or start a new run from its"
-            " weights",
+            " weights (`megatrain export`)",
         )
 
 

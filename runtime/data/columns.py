@@ -144,8 +144,8 @@ def recognize(columns: Collection[str], wanted: Columns = "auto") -> Layout | No
 
 def unknown_columns(where: str, found: Collection[str], wanted: Columns) -> UserError:
     """Returns the error for rows with the columns `found`, which no layout fits."""
-    known = "; ".join(
-        f"{layout.name}: {' + '.join(layout.needed)}"
+    known = ", or ".join(
+        f"{' and '.join(layout.needed)} ({layout.name})"
         for layout in LAYOUTS
         if wanted in ("auto", layout.name)
     )
@@ -153,7 +153,7 @@ def unknown_columns(where: str, found: Collection[str], wanted: Columns) -> User
         f"{where}: columns",
         found=", ".join(sorted(found)) or "none",
         allowed=known,
-        fix="rename the columns",
+        fix="rename the columns of a row to those of one layout",
     )
 
 

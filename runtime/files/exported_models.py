@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import convert, read_json, write_json
 
 _LIST = "models.json"
@@ -41,6 +42,18 @@ def newest_model(run: Path) -> Path | None:
     """Returns the folder of the newest model of `run`, or None if there is no model."""
     models = exported_models(run)
     return run / models[-1].folder if models else None
+
+
+def model_to_evaluate(run: Path) -> Path:
+    """Returns the folder of the newest model of `run`. Raises UserError if there is no model."""
+    if (model := newest_model(run)) is None:
+        raise UserError(
+            str(run),
+            found="no exported model",
+            allowed="a run with the folder model/",
+            fix=f"megatrain export {run} --out MODEL, and pass --model MODEL",
+        )
+    return model
 
 
 def add_model(run: Path, step: int) -> Path:

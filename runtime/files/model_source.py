@@ -42,5 +42,6 @@ def name_on_hub(source: str) -> HubName | None:
         f"model {source}",
         found="no such folder",
         allowed="a Hugging Face model folder, or a name on the hub such as org/name",
-        fix="check `source` in the plan, or pass --model or --init random",
+        fix="correct the path or the name; if it is the `source` of a plan, pass --model or --init"
+        " random",
     )

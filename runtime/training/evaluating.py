@@ -15,7 +15,7 @@ from megatrain.runtime.data.opening import describe_packing, read_data
 from megatrain.runtime.data.rows.sources import EVALUATION_SPLITS
 from megatrain.runtime.execution.executor import Executor
 from megatrain.runtime.execution.preflight import preflight
-from megatrain.runtime.files.exported_models import newest_model
+from megatrain.runtime.files.exported_models import model_to_evaluate
 from megatrain.runtime.files.model_files import folder_weights
 from megatrain.runtime.files.model_folder import CHAT_TEMPLATE
 from megatrain.runtime.layers.functional_layers import config_of
@@ -103,14 +103,7 @@ def evaluate_run(
             allowed="a run on one GPU",
             fix="pass the data to `train` with --evaluation-data, which evaluates on all GPUs",
         )
-    source = model or newest_model(run)
-    if source is None:
-        raise UserError(
-            str(run),
-            found="no exported model",
-            allowed="a run with the folder model/",
-            fix=f"megatrain export {run} --out MODEL, and pass --model MODEL",
-        )
+    source = model or model_to_evaluate(run)
     device = device or default_device()
     deterministic = config.training.deterministic
     schedule = preflight(plan, config.optimizer, device, deterministic=deterministic)

@@ -103,14 +103,11 @@ def format_count(count: float) -> str:
 def exact_size(count: int) -> str:
     """Returns a size as the value of an option, without rounding it.
 
-    >>> exact_size(60 * 2**30), exact_size(25 * 2**20), exact_size(1500)
-    ('60GiB', '25MiB', '1500B')
+    >>> exact_size(60 * 2**30), exact_size(25 * 2**20), exact_size(1500), exact_size(64 * 10**9)
+    ('60GiB', '25MiB', '1500B', '64GB')
     """
-    return next(
-        f"{count // factor}{unit}"
-        for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
-        if count % factor == 0
-    )
+    units = (("GiB", 2**30), ("GB", 10**9), ("MiB", 2**20), ("MB", 10**6), ("KiB", 2**10), ("B", 1))
+    return next(f"{count // factor}{unit}" for unit, factor in units if count % factor == 0)
 
 
 def rounded_up(count: int) -> int:

@@ -492,5 +492,10 @@ def model_file(source: str) -> Path:
         found="no such folder, file or name",
         allowed="a Hugging Face model folder, a config.json, or a name that `megatrain list models`"
         " prints, such as qwen2.5-7b",
-        fix=suggestion(source, known, "check the path or the name"),
+        fix=suggestion(
+            source,
+            known,
+            "check the path or the name; a model on the hub is org/name for `train`, and its"
+            " downloaded config.json for other commands",
+        ),
     )

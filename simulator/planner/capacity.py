@@ -324,10 +324,17 @@ def fitting(
     plan: Plan, hardware: HardwareSpec, costs: CostModel, names: list[str]
 ) -> MemoryFootprint | None:
     """Returns the first of the `usable` plans that fits, or None if none fits."""
-    if _least_state_bytes(plan) > plan.device_limit_bytes + plan.host_limit_bytes:
+    if state_exceeds_memory(plan):
         return None  # all of them would be too large, and building them takes time
     footprints = usable(plan, hardware, costs, names)
     return next((footprint for footprint in footprints if footprint.account().fits), None)
+
+
+def state_exceeds_memory(plan: Plan) -> bool:
+    """Returns whether weights, masters and moments alone are larger than the limits of both
+    memories together. Then no plan fits.
+    """
+    return _least_state_bytes(plan) > plan.device_limit_bytes + plan.host_limit_bytes
 
 
 def _least_state_bytes(plan: Plan) -> float:

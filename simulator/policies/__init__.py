@@ -306,7 +306,8 @@ def verified(plan: Plan) -> Schedule:
             "plan: digest",
             found=repr(plan.digest),
             allowed=f"{schedule.digest}, the digest of its schedule under policy {plan.policy}",
-            fix="write it again with `megatrain plan --from`, or make a new plan",
+            fix="if the plan was edited, write it again with `megatrain plan --from PLAN --out"
+            " NEW`; otherwise make a new plan",
         )
     schedule.check(kept_moments(plan))
     return schedule

@@ -175,7 +175,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     Empty if the plan was not simulated."""
     attention_seconds: float = 0.0
     """Seconds of a step that attention kernels take, without their projections. An estimate if the
-    kernel was not measured alone. 0 if the plan was not simulated."""
+    kernel was not measured alone. 0 if the plan was not simulated, or if the time is not known
+    (`_attention_ns`)."""
     slowed_seconds: float = 0.0
     """Seconds by which compute ops take longer because other lanes run at the same time."""
     streams: bool = True
@@ -616,7 +617,7 @@ def described(
             seconds = played_ns / 1e9
     verdict = msgspec.structs.replace(
         verdict,
-        attention_seconds=_attention_ns(hardware, plan, sizes) / 1e9,
+        attention_seconds=_attention_ns(hardware, plan, sizes, costs) / 1e9,
         slowed_seconds=slowed_ns(timeline, schedule, costs) / 1e9,
         exposed_seconds={lane: time / 1e9 for lane, time in exposed.items()},
         step_shares=_shares(waits, makespan_ns, seconds),
@@ -632,16 +633,27 @@ def described(
     return verdict
 
 
-def _attention_ns(hardware: HardwareSpec, plan: Plan, sizes: Sizes) -> float:
+def _attention_ns(hardware: HardwareSpec, plan: Plan, sizes: Sizes, costs: CostModel) -> float:
     """Returns the time of the attention kernels of a step. Layers that saved their attention do not
     compute it again.
+
+    Returns 0 if the time is not known. A calibration measures the kernel alone, with rows of 512
+    tokens and more, and the time of a shorter row on a CPU can come out longer than its layer. So
+    shorter rows have no time, and neither has a kernel that takes longer than its layers.
     """
+    shape = plan.model.attention_shape(plan.workload)
+    points = hardware.costs.attention.get(shape, ()) if hardware.costs else ()
+    if points and plan.workload.sequence < points[0][0]:
+        return 0.0
     sheet, counts = Datasheet(hardware, plan.model, plan.workload), Counter(sizes.which)
-    return sum(
-        counts[index] * sheet.attention_ns(op.kind, op.layer)
+    layers = [
+        (counts[index], op)
         for index, op in enumerate(sizes.ops)
         if op.kind in LAYER_KINDS and not has_saved_attention(op.shape)
-    )
+    ]
+    attention = sum(count * sheet.attention_ns(op.kind, op.layer) for count, op in layers)
+    whole = sum(count * costs.duration_ns(op) for count, op in layers)
+    return attention if attention < whole else 0.0
 
 
 def explored(

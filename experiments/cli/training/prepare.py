@@ -177,7 +177,8 @@ def check(args: argparse.Namespace, config: Config) -> None:
             f"model {name}",
             found="a config without weights",
             allowed="a folder with weights, or --init random",
-            fix="name a folder with weights, or pass --init random to begin with random ones",
+            fix="name a folder with weights or the model on the hub, like org/name, or pass --init"
+            " random to begin with random weights",
         )
     check_inputs(args.model or name, config)
 

@@ -31,7 +31,7 @@ def list_what_fits(args: argparse.Namespace, hardware: HardwareSpec) -> int:
 
     fitting: list[Verdict] = []
     refused: UserError | None = None
-    too_large = 0
+    too_large, planned = 0, 0
     for model in library_models():
         try:
             verdict = _verdict(args, hardware, model)
@@ -39,7 +39,8 @@ def list_what_fits(args: argparse.Namespace, hardware: HardwareSpec) -> int:
             # A calibrated machine has no costs for most models.
             refused = error
             continue
-        if not verdict.feasible:
+        planned += verdict is not None
+        if verdict is None or not verdict.feasible:
             too_large += 1
             continue
         if not args.json:
@@ -47,7 +48,7 @@ def list_what_fits(args: argparse.Namespace, hardware: HardwareSpec) -> int:
                 print("\n".join(_heading(verdict, args)), flush=True)
             print(_row(verdict), flush=True)
         fitting.append(verdict)
-    if refused and not fitting and not too_large:
+    if refused and not fitting and not planned:
         raise refused
     if args.json:
         print(json.dumps({"models": [from_options.as_json(verdict) for verdict in fitting]}))
@@ -61,8 +62,12 @@ def list_what_fits(args: argparse.Namespace, hardware: HardwareSpec) -> int:
     return 0 if fitting else DoesNotFit.status
 
 
-def _verdict(args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec) -> Verdict:
-    """Returns the verdict on a model's fastest plan or, if no plan fits, on one of its plans."""
+def _verdict(args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec) -> Verdict | None:
+    """Returns the verdict on a model's fastest plan or, if no plan fits, on one of its plans.
+
+    Returns None if the model's state alone is too large. The search would take longest for these
+    models, which come first.
+    """
     from megatrain.experiments.cli import options
     from megatrain.simulator.planner.search import candidates
     from megatrain.simulator.verdict.alternatives import usual_policies
@@ -71,11 +76,14 @@ def _verdict(args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec)
     kernel_chosen = args.attention is None
     args = options.replaced(args, gpus=1)  # the list is for one GPU
     args = from_options.with_fitting_state(args, hardware, model)
+    usual = args.policy in ("best", "all")
+    if usual and from_options.state_exceeds_memory(args, hardware, model):
+        return None
     args = from_options.with_attention_kernel(args, hardware, model)
     if args.batch is None:
         args = from_options.with_fitting_batch(args, hardware, model)
     args = from_options.with_loss_chunk(args, hardware, model)
-    names = usual_policies(hardware) if args.policy in ("best", "all") else [args.policy]
+    names = usual_policies(hardware) if usual else [args.policy]
     choices = candidates(
         model,
         hardware,

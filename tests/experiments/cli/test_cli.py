@@ -27,6 +27,7 @@ from megatrain.simulator.costs import Datasheet, cost_model
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.planner.search import candidates
 from megatrain.simulator.policies import evaluation, lower, names, peers
 from megatrain.simulator.schedule.plan import Knobs, Plan
 from megatrain.simulator.schedule.timeline import Timeline
@@ -820,6 +821,25 @@ def test_without_a_model_check_lists_the_models_that_fit(
     assert (none.status, none.out) == (3, "NO      No model of the library fits.\n")
 
 
+def test_a_model_whose_state_is_larger_than_the_memory_is_not_planned(
+    command: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """These models come first, and their searches take longest."""
+    searched = []
+
+    def record(model: ModelSpec, *args: Any, **kwargs: Any) -> Any:
+        searched.append(model.name)
+        return search(model, *args, **kwargs)
+
+    search = candidates
+    few = [ModelSpec.load(name) for name in ("qwen2.5-72b", "qwen2.5-0.5b")]
+    monkeypatch.setattr("megatrain.simulator.verdict.alternatives.library_models", lambda: few)
+    monkeypatch.setattr("megatrain.simulator.planner.search.candidates", record)
+    outcome = command("check", "--hardware", "rtx3080-10gb")
+    assert (outcome.status, searched) == (0, ["qwen2.5-0.5b"])
+    assert outcome.out.endswith("1 other model of the library does not fit.\n")
+
+
 @pytest.mark.usefixtures("searched_once")
 @pytest.mark.parametrize(
     "words",
@@ -849,6 +869,10 @@ def test_policies_that_the_options_rule_out_are_named_below_the_table(command: A
         warnings.simplefilter("error")
         outcome = command(*words, "--policy", "all")
     assert (outcome.status, outcome.err) == (0, "")
+    assert flat(outcome.out).startswith(
+        "qwen2.5-0.5b on one H200 with 133.7 GiB of VRAM and 128 GiB of RAM (assumed; give yours by"
+        " --host-memory), with 1 x 1,024 tokens a step: policy step tokens/s "
+    )
     assert "not with these options: double_buffer, k_buffer, sequential, fsdp2_offload, " in flat(
         outcome.out
     )
@@ -884,7 +908,7 @@ def test_check_of_every_policy(command: Any) -> None:
     assert [report["step_seconds"] for report in reports] == sorted(
         report["step_seconds"] for report in reports
     )  # all fit: fastest first
-    *table, last = command(*words).out.splitlines()
+    *table, last = command(*words).out.partition("\n\n")[2].splitlines()
     assert last == "* another system, for prediction only"
     tight = (
         "check",
@@ -896,7 +920,7 @@ def test_check_of_every_policy(command: Any) -> None:
         "--host-memory",
         "120GiB",
     )
-    lines = {line.split()[0]: line for line in command(*tight).out.splitlines()[1:-1]}
+    lines = {line.split()[0]: line for line in command(*tight).out.splitlines()[3:-1]}
     for report in only_object(command(*tight, "--json").out)["policies"]:
         line = lines[report["policy"]]
         assert (" OOM " in line) == (not report["feasible"])
@@ -904,7 +928,7 @@ def test_check_of_every_policy(command: Any) -> None:
         assert len(line) <= 80
     assert " OOM " in lines["zero3_offload"]
     long = (*tight, "--tokens", "1B")
-    days = {line.split()[0]: line for line in command(*long).out.splitlines()}
+    days = {line.split()[0]: line for line in command(*long).out.splitlines() if line}
     for report in only_object(command(*long, "--json").out)["policies"]:
         assert (report["training"] is not None) == report["feasible"]
         if report["feasible"]:

@@ -61,7 +61,7 @@ def test_a_run_is_planned_trained_stopped_resumed_and_exported(
     good(command(*words, "--state", other, "--out", "other.toml"))
     outcome = command("train", "other.toml", "--resume", "run", "--steps", 6, "--device", "cpu")
     assert outcome.status == 2
-    assert f"found workload.state {state}; allowed: workload.state {other}" in outcome.err
+    assert f"found workload.state {state} in the checkpoint and {other}" in outcome.err
     assert outcome.err.count("\n") == 1
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -85,11 +86,13 @@ def test_mistakes_give_one_line_errors(
 
 @pytest.mark.usefixtures("workplace")
 def test_a_run_without_a_model_says_how_to_export_one(
-    command: Any, finished: Path, tmp_path: Path
+    command: Any, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(finished, run, ignore=shutil.ignore_patterns("model"))
-    outcome = command("eval", run, "--data", "corpus", "--device", "cpu")
+    with monkeypatch.context() as patch:  # it is said before the slow import
+        patch.setitem(sys.modules, "megatrain.runtime.training.evaluating", None)
+        outcome = command("eval", run, "--data", "corpus", "--device", "cpu")
     assert outcome.status == 2
     assert f"{run}: found no exported model" in outcome.err
     assert f"fix: megatrain export {run} --out MODEL, and pass --model MODEL" in outcome.err

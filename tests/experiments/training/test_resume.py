@@ -179,21 +179,18 @@ def test_another_run_s_settings_are_refused_by_name(command: Command, files_in: 
     Path("other/one.txt").write_text("other text\n" * 300)
     before = files_in(Path("run"))
     for words, field in (
-        (("--lr", "1e-3"), "settings.schedule.rate 0.003; allowed: settings.schedule.rate 0.001"),
+        (("--lr", "1e-3"), "schedule.rate 0.003 in the checkpoint and 0.001"),
         (
             ("--set", "kind=linear", "--warm-up", 1),
             (
-                "settings.schedule.kind constant, settings.schedule.warm_up_steps 10,"
-                " settings.training.steps None"
+                "schedule.kind constant in the checkpoint and linear in this run,"
+                " schedule.warm_up_steps 10"
             ),
         ),
-        (("--seed", 1), "settings.training.seed 0; allowed: settings.training.seed 1"),
-        (
-            ("--weight-decay", "0.1"),
-            "optimizer.weight_decay 0.0; allowed: optimizer.weight_decay 0.1",
-        ),
-        (("--eval-fraction", "0.6"), "settings.data.evaluation_fraction 0.5"),
-        (("--data", "other"), "settings.data.digest"),
+        (("--seed", 1), "training.seed 0 in the checkpoint and 1"),
+        (("--weight-decay", "0.1"), "optimizer.weight_decay 0.0 in the checkpoint and 0.1"),
+        (("--eval-fraction", "0.6"), "data.evaluation_fraction 0.5"),
+        (("--data", "other"), "data.digest"),
         (
             ("--steps", 3),
             (

@@ -185,9 +185,10 @@ def test_the_error_for_unknown_columns_names_the_known_ones() -> None:
     assert recognize(["messages"], "text") is None
     assert (
         str(unknown_columns("data rows.jsonl", {"question", "answer"}, "auto"))
-        == "data rows.jsonl: columns: found answer, question; allowed: messages: messages;"
-        " sharegpt: conversations; sharegpt: conversation; prompt/completion: prompt +"
-        " completion; alpaca: instruction + output; text: text; fix: rename the columns"
+        == "data rows.jsonl: columns: found answer, question; allowed: messages (messages),"
+        " or conversations (sharegpt), or conversation (sharegpt), or prompt and completion"
+        " (prompt/completion), or instruction and output (alpaca), or text (text); fix: rename the"
+        " columns of a row to those of one layout"
     )
 
 

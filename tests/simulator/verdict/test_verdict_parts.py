@@ -12,6 +12,7 @@ from megatrain.simulator import policies
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import cost_model
 from megatrain.simulator.engine.exposed import WAITING
+from megatrain.simulator.hardware.cost_table import CostTable
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.memory.account import PROCESS, TUNING, Account
 from megatrain.simulator.model.specs import ModelSpec
@@ -25,6 +26,7 @@ from megatrain.simulator.verdict.multi_gpu import MultiGpu, check_gpus, estimate
 from megatrain.simulator.verdict.suggestion import Suggestion, as_options
 from megatrain.simulator.verdict.verdict import (
     Verdict,
+    _attention_ns,
     _documents,
     _lacking,
     _shares,
@@ -191,6 +193,29 @@ def test_shares_of_a_step() -> None:
         }
     )
     assert _shares({}, 150, 200e-9) == pytest.approx({"compute": 0.75, "nothing_else": 0.25})
+
+
+@pytest.mark.parametrize(
+    ("rows", "row_ns", "known"), [(1, 1, True), (1, 10**9, False), (2, 1, False)]
+)
+def test_attention_is_not_known_in_short_rows_or_if_it_exceeds_its_layers(
+    make_plan: MakePlan, rows: int, row_ns: int, known: bool
+) -> None:
+    """The shortest row that was measured is `rows` times as long as the plan's."""
+    plan = make_plan("k_buffer")
+    shortest = rows * plan.workload.sequence
+    points = tuple((length, row_ns, row_ns) for length in (shortest, 4 * shortest))
+    table = CostTable(
+        measured_on="",
+        date="",
+        curves={},
+        compute={},
+        attention={plan.model.attention_shape(plan.workload): points},
+    )
+    measured = msgspec.structs.replace(H200, costs=table)
+    costs = cost_model(H200, plan.model, plan.workload)
+    sizes = costs.sizes(policies.lower(plan))
+    assert (_attention_ns(measured, plan, sizes, costs) > 0) is known
 
 
 def test_a_mask_between_documents_is_named_where_it_costs(
