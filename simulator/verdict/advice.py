@@ -385,9 +385,26 @@ class Adviser:
         ]
         return [
             entry
-            for entry in [*searched, self._other_kernel(), self._resident()]
+            for entry in [*searched, self._compiled(), self._other_kernel(), self._resident()]
             if entry is not None
         ]
+
+    def _compiled(self) -> Suggestion | None:
+        """Returns the suggestion to compile layers.
+
+        Returns None if they are compiled already, if no layer can be, if the policy is that of
+        another system, or if the machine is calibrated, because a calibration knows either eager or
+        compiled layers.
+        """
+        if (
+            self.work.compiled
+            or self.hardware.costs is not None
+            or policy_library.find(self.plan.policy).prediction_only
+            or not any(layer.compilable for layer in self.plan.model.decoders)
+        ):
+            return None
+        compiled = msgspec.structs.replace(self.work, compiled=True)
+        return self._searched({"compile": ""}, compiled)
 
     def _other_kernel(self) -> Suggestion | None:
         """Returns the suggestion to pack rows without borders and compute attention with another
@@ -553,6 +570,8 @@ def _note(options: dict[str, str], work: Workload) -> str:
         return "clips each tensor by its own moving norm, not all by their common norm"
     if options.get("gradients") == "8bit":
         return "stores gradients in 8 bits, rounded at random"
+    if "compile" in options:
+        return "other rounding; the first step compiles for about 30 s"
     if "clipping" in options:
         return "gives up gradient clipping"
     if "attention" in options:

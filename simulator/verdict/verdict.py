@@ -32,7 +32,7 @@ from megatrain.simulator.model.attention_masks import document_attention
 from megatrain.simulator.model.families import UNFUSED_ATTENTION
 from megatrain.simulator.model.layer import EAGER_MIXERS
 from megatrain.simulator.model.metrics import mfu, tflops_6n, tokens_per_second
-from megatrain.simulator.model.op_work import fp8_share
+from megatrain.simulator.model.op_work import attention_shape, fp8_share
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import FP8_MULTIPLE, LEAST_PIECE, LONG_SEQUENCE, Workload
 from megatrain.simulator.planner.assessment import (
@@ -641,7 +641,7 @@ def _attention_ns(hardware: HardwareSpec, plan: Plan, sizes: Sizes, costs: CostM
     tokens and more, and the time of a shorter row on a CPU can come out longer than its layer. So
     shorter rows have no time, and neither has a kernel that takes longer than its layers.
     """
-    shape = plan.model.attention_shape(plan.workload)
+    shape = attention_shape(plan.model, plan.workload)
     points = hardware.costs.attention.get(shape, ()) if hardware.costs else ()
     if points and plan.workload.sequence < points[0][0]:
         return 0.0

@@ -369,6 +369,8 @@ def test_advice_is_correct(data: st.DataObject, case: Case) -> None:
         for name, field in fields.items()
         if (value := entry.options.get(name))
     }
+    if "compile" in entry.options:
+        changes["compiled"] = True
     limits = {
         f"{place}_limit": parse_bytes(entry.options[f"{place}-memory"])
         for place in ("device", "host")

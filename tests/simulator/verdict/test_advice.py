@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from small_table import table
 
 from megatrain.simulator import policies
 from megatrain.simulator.base.units import parse_bytes
@@ -292,6 +293,34 @@ def test_a_change_of_a_plan_with_host_updates_is_searched() -> None:
     assert verdict.feasible
     (entry,) = [entry for entry in verdict.advice if entry.options == {"clipping": "none"}]
     assert entry.gain > 0.04
+
+
+def test_compiled_layers_are_suggested_where_their_speed_is_known() -> None:
+    """The gain is what the same command with `--compile` shows. A calibration knows either eager or
+    compiled layers.
+    """
+    model, work = ModelSpec.load("qwen2.5-0.5b"), Workload(batch=8, sequence=1024, loss_chunk=1024)
+    compiled = msgspec.structs.replace(work, compiled=True)
+    before, after = (
+        judge(model, H200, each, policies=["overlapped"], device_limit=4 * 2**30)
+        for each in (work, compiled)
+    )
+    (entry,) = [entry for entry in before.advice if "compile" in entry.options]
+    assert entry.change == "--compile"
+    assert entry.note
+    assert after.tokens_per_second / before.tokens_per_second - 1 == pytest.approx(
+        entry.gain, abs=0.01
+    )
+    assert not [entry for entry in after.advice if "compile" in entry.options]
+    calibrated = msgspec.structs.replace(H200, costs=table())
+    choice = candidates(model, H200, work, policies=["overlapped"])[0]
+    some = Adviser(choice, calibrated, cost_model(H200, model, work), ["overlapped"], _none, [])
+    assert some._compiled() is None
+
+
+def _none(*_: object, **__: object) -> None:
+    """A search that must not be called."""
+    raise AssertionError
 
 
 def test_bounds_for_another_workload_hold_for_groups_of_any_size(model: ModelSpec) -> None:

@@ -15,6 +15,7 @@ from megatrain.simulator.engine.exposed import WAITING
 from megatrain.simulator.hardware.cost_table import CostTable
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.memory.account import PROCESS, TUNING, Account
+from megatrain.simulator.model.op_work import attention_shape
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.assessment import Choice, RunnerUp, assess, memory_taken
@@ -210,7 +211,7 @@ def test_attention_is_not_known_in_short_rows_or_if_it_exceeds_its_layers(
         date="",
         curves={},
         compute={},
-        attention={plan.model.attention_shape(plan.workload): points},
+        attention={attention_shape(plan.model, plan.workload): points},
     )
     measured = msgspec.structs.replace(H200, costs=table)
     costs = cost_model(H200, plan.model, plan.workload)
