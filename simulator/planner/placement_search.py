@@ -116,6 +116,7 @@ _MOST_CLIMBED = 1.01
 # if that is faster by this factor. It is below 1.005 because a tested property is that more memory
 # never makes the chosen plan slower by 0.5 %.
 _LEAST_HOST_GAIN = 1.004
+_LEAST_POLISH = 1.002  # the best plan is changed if that makes it faster by this factor
 # Plans near the best one that are lowered in a row without finding a faster one.
 _MOST_POLISHED = 12
 _POLISHING_OPS = 24_000  # the most ops of these plans together; one plan may have more
@@ -236,7 +237,7 @@ class PlacementSearch:
         Returns None if none of the plans with the lowest bounds is faster. `time` is the step time
         of `plan` in ns. Plans whose knobs are in `tried` are left out, and all others are added.
         """
-        limit = time / _LEAST_HOST_GAIN
+        limit = time / _LEAST_POLISH
         # A step takes longer than its bound because ops wait for slots and slow each other. Changes
         # other than larger copies hardly alter that, so their bounds must be low enough.
         waiting = _STILL_WAITING * (time - self.lower_bound.step_ns(plan))
