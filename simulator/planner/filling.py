@@ -557,7 +557,9 @@ class Filling:
         while layers and (lacking := -self.room(less)) > 0:
             while layers and lacking > 0:
                 layer = layers.pop()
-                lacking -= sum(self._sizes[name, layer] for name in CLASSES if layer in held[name])
+                lacking -= sum(
+                    self._sizes.get((name, layer), 0) for name in CLASSES if layer in held[name]
+                )
             texts = {name: ranges(self._layers, kept & {*layers}) for name, kept in held.items()}
             less = updated_like(
                 with_knobs(

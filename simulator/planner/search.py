@@ -242,8 +242,10 @@ def _saving_outputs(best: Estimate, search: PlacementSearch) -> Estimate | None:
     if same.feasible or not saved:
         return same
     saving = PlacementSearch(with_knobs(search.plan, rebuild_outputs=0), search.costs)
-    limit = best.step_seconds * 1e9
-    found = saving.best(limit) if saving.least_ns() < limit else None
+    likely, limit = saving.likely(), search.time(plan)
+    if likely is None or likely[0] + search.waiting_ns(plan) >= limit:
+        return None
+    found = saving.best(limit)
     return saving.polished(found) if found else None
 
 
