@@ -562,9 +562,7 @@ class Filling:
                 )
             texts = {name: ranges(self._layers, kept & {*layers}) for name, kept in held.items()}
             less = updated_like(
-                with_knobs(
-                    plan, placement=msgspec.structs.replace(plan.knobs.placement, **texts)
-                ),
+                with_knobs(plan, placement=msgspec.structs.replace(plan.knobs.placement, **texts)),
                 plan,
             )
         return less

@@ -93,16 +93,12 @@ class MakingRoom:
             with_knobs(plan, weight_slots=count)
             for count in range(plan.knobs.weight_slots - 1, 0, -1)
         )
-        fewer = self._filling.with_fewer_layers(plan)
-        others = [
-            less,
-            fewer,
-            self._filling.saving_most(fewer),
-            next(filter(fits, slots), None),
-            self._with_few_slots(plan),
-            _placed(plan, offloaded_inputs="all"),
-        ]
-        for kept in dict.fromkeys((plan, _without_attention(plan))):
+        others = [less, next(filter(fits, slots), None)]
+        without = _without_attention(plan)
+        leaner = (plan, self._with_few_slots(plan), _placed(plan, offloaded_inputs="all"), without)
+        others += map(self._filling.with_fewer_layers, dict.fromkeys(leaner))
+        others.append(self._filling.saving_most(self._filling.with_fewer_layers(plan)))
+        for kept in dict.fromkeys((plan, without)):
             saved = len(kept.placed("saved_activations"))
             most = self._filling.most_saved(kept, kept.knobs.placement)
             if most >= 0:

@@ -116,12 +116,14 @@ _MOST_CLIMBED = 1.01
 _LEAST_HOST_GAIN = 1.004
 _LEAST_POLISH = 1.002  # the best plan is changed if that makes it faster by this factor
 # Plans near the best one that are lowered in a row without finding a faster one.
-_MOST_POLISHED = 12
+_MOST_POLISHED = 8
 _POLISHING_OPS = 24_000  # the most ops of these plans together; one plan may have more
 # A plan without larger copies is tried if it is faster even with this share of the waiting and
 # contention of the best plan: of the time by which that plan's step takes longer than its bound.
 _STILL_WAITING = 0.85
-_CLIMBING = 0.5
+# A neighbour is simulated if it may be faster with this share of the waiting of the plan. With a
+# share of 0.75, a drawn step was predicted 3.7 % slower.
+_WAITING_NEARBY = 0.5
 _TIE = 1.001  # plans whose times differ by less than this factor count as equally fast
 # Plans with fewer slots are tried if that frees at least this share of the device's memory.
 _LEAST_FREED = 1 / 64
@@ -239,7 +241,7 @@ class PlacementSearch:
         limit = time / _LEAST_POLISH
         # Changes other than larger copies hardly alter how long ops wait, so their bounds must be
         # low enough.
-        waiting = self.waiting_ns(plan)
+        waiting, _ = self.waiting_ns(plan)
         # Larger copies gain at most what the large copies of the ranking would gain.
         largest = self.coarse if self._coarse(plan).step_ns < limit else 0
         room = MakingRoom(self.filling, self.plan)
@@ -251,8 +253,7 @@ class PlacementSearch:
             if changed.knobs in tried or self.lower_bound.step_ns(changed) >= most:
                 continue
             for other in room.fitting(changed):
-                bound = self.lower_bound.step_ns(other)
-                if other.knobs not in tried and bound < most:
+                if other.knobs not in tried and (bound := self.lower_bound.step_ns(other)) < most:
                     tried.add(other.knobs)
                     hopeful.append((bound, len(hopeful), other))
         count = min(max(_POLISHING_OPS // self._run(plan).ops, 1), _MOST_POLISHED)
@@ -261,11 +262,13 @@ class PlacementSearch:
                 return self.time(other), other
         return None
 
-    def waiting_ns(self, plan: Plan) -> float:
-        """Returns a large share of the time, in ns, by which a step of `plan` takes longer than its
-        lower bound, because ops wait for slots and slow each other.
+    def waiting_ns(self, plan: Plan, share: float = _STILL_WAITING) -> tuple[float, float]:
+        """Returns `share` of the time, in ns, by which a step of `plan` takes longer than its lower
+        bound, and than the time of the evaluator, because ops wait for slots and slow each other.
         """
-        return _STILL_WAITING * (self.time(plan) - self.lower_bound.step_ns(plan))
+        run = self._run(plan)
+        bounds = self.lower_bound.step_ns(plan), run.bound_ns
+        return share * (run.step_ns - bounds[0]), share * (run.step_ns - bounds[1])
 
     def rough_ns(self) -> float:
         """Returns a rough guess of the best step time, in ns: the lowest of the lower bounds of a
@@ -453,12 +456,13 @@ class PlacementSearch:
         """Returns the fastest two of `candidates`, the fastest first.
 
         They are timed with few large copies. Candidates that then take more than `limit_ns` are
-        left out. The ranking is a best-first search:
+        left out. `waiting` is the time in ns by which a step is expected to take longer than its
+        lower bound, and than the time of the evaluator. The ranking is a best-first search:
 
         1. Put all candidates into a priority queue, ordered by a lower bound of their step time.
         2. Take the candidate with the lowest bound. Replace its bound by the next tighter one, and
            put it back. The bounds are `LowerBound.compute_ns`, `LowerBound.step_ns`, and the time
-           of the evaluator, for which the plan is lowered.
+           of the evaluator, for which the plan is lowered. `waiting` is added to the last two.
         3. If it already has the tightest bound, simulate it and compare it with the best two.
         4. Stop if the lowest bound is above the second-best time, or if several simulated
            candidates in a row were no better.
@@ -548,10 +552,8 @@ class PlacementSearch:
         """
         if not others:
             return None
-        coarse = self._coarse(plan)
-        bounds = self.lower_bound.step_ns(with_knobs(plan, chunk_bytes=self.coarse)), coarse.bound_ns
-        waiting = tuple(_CLIMBING * (coarse.step_ns - bound) for bound in bounds)
-        ranked = self._ranked(others, _TIE * coarse.step_ns, waiting)[
+        waiting = self.waiting_ns(with_knobs(plan, chunk_bytes=self.coarse), _WAITING_NEARBY)
+        ranked = self._ranked(others, _TIE * self._coarse(plan).step_ns, waiting)[
             : 1 if self._has_many_ops(plan) else _FINALISTS
         ]
         times = [(self.time(other), other) for other in ranked]
