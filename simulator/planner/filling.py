@@ -560,7 +560,7 @@ class Filling:
                 lacking -= sum(
                     self._sizes.get((name, layer), 0) for name in CLASSES if layer in held[name]
                 )
-            texts = {name: ranges(self._layers, kept & {*layers}) for name, kept in held.items()}
+            texts = {name: ranges(self._layers, {*layers} & kept) for name, kept in held.items()}
             less = updated_like(
                 with_knobs(plan, placement=msgspec.structs.replace(plan.knobs.placement, **texts)),
                 plan,

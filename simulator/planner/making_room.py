@@ -78,7 +78,9 @@ class MakingRoom:
 
         Each of these gives up one thing: state on the device, whole layers on the device, weight
         slots, other slots, layer inputs on the device, attention outputs, or saved activations.
-        State is given up in this order: moments and low halves, gradients, weights.
+        State is given up in this order: moments and low halves, gradients, weights. If other slots,
+        layer inputs or attention outputs are too little, whole layers are given up with them. One
+        plan that gives up whole layers saves more activations in the memory that is then left.
         """
         fits, room = self._fits, self._filling.room
         if fits(plan):

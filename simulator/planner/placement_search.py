@@ -116,7 +116,7 @@ _MOST_CLIMBED = 1.01
 _LEAST_HOST_GAIN = 1.004
 _LEAST_POLISH = 1.002  # the best plan is changed if that makes it faster by this factor
 # Plans near the best one that are lowered in a row without finding a faster one.
-_MOST_POLISHED = 8
+_MOST_POLISHED = 12
 _POLISHING_OPS = 24_000  # the most ops of these plans together; one plan may have more
 # A plan without larger copies is tried if it is faster even with this share of the waiting and
 # contention of the best plan: of the time by which that plan's step takes longer than its bound.
