@@ -543,6 +543,29 @@ class Filling:
             )
         return plan
 
+    def with_fewer_layers(self, plan: Plan) -> Plan:
+        """Returns `plan` with so much less state on the device that it fits in device memory: all
+        state of the last layers there.
+
+        The host updates the same share of the streamed layers as in `plan`. `trimmed` would give up
+        one class of state and leave the weights, and the host does not update such layers. If no
+        state is left, the result does not fit.
+        """
+        held, less = {name: plan.placed(name) for name in CLASSES}, plan
+        layers = [layer for layer in self._layers if any(layer in kept for kept in held.values())]
+        while layers and (lacking := -self.room(less)) > 0:
+            while layers and lacking > 0:
+                layer = layers.pop()
+                lacking -= sum(
+                    self._sizes.get((name, layer), 0) for name in CLASSES if layer in held[name]
+                )
+            texts = {name: ranges(self._layers, {*layers} & kept) for name, kept in held.items()}
+            less = updated_like(
+                with_knobs(plan, placement=msgspec.structs.replace(plan.knobs.placement, **texts)),
+                plan,
+            )
+        return less
+
     def _saving(self, plan: Plan, more: int) -> Iterator[Plan]:
         """Yields filled plans that save the activations of `more` more layers than `plan`."""
         count = len(plan.placed("saved_activations")) + more

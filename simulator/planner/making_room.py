@@ -78,9 +78,11 @@ class MakingRoom:
     def fitting(self, plan: Plan) -> Iterator[Plan]:
         """Yields `plan` if it fits, and otherwise plans that fit and are like it.
 
-        Each of these gives up one thing: state on the device, weight slots, other slots, attention
-        outputs, or saved activations. State is given up in this order: moments and low halves,
-        gradients, weights.
+        Each of these gives up one thing: state on the device, whole layers on the device, weight
+        slots, other slots, layer inputs on the device, attention outputs, or saved activations.
+        State is given up in this order: moments and low halves, gradients, weights. If other slots,
+        layer inputs or attention outputs are too little, whole layers are given up with them. One
+        plan that gives up whole layers saves more activations in the memory that is then left.
         """
         fits, room = self._fits, self._filling.room
         if fits(plan):
@@ -95,14 +97,18 @@ class MakingRoom:
             with_knobs(plan, weight_slots=count)
             for count in range(plan.knobs.weight_slots - 1, 0, -1)
         )
-        others = [less, next(filter(fits, slots), None), self._with_few_slots(plan)]
-        for kept in dict.fromkeys((plan, _without_attention(plan))):
+        others = [less, next(filter(fits, slots), None)]
+        without = _without_attention(plan)
+        leaner = (plan, self._with_few_slots(plan), _placed(plan, offloaded_inputs="all"), without)
+        others += map(self._filling.with_fewer_layers, dict.fromkeys(leaner))
+        others.append(self._filling.saving_most(self._filling.with_fewer_layers(plan)))
+        for kept in dict.fromkeys((plan, without)):
             saved = len(kept.placed("saved_activations"))
             most = self._filling.most_saved(kept, kept.knobs.placement)
             if most >= 0:
                 count = min(most, saved)
                 others.append(_placed(kept, saved_activations=last(plan.model.layers, count)))
-        yield from (other for other in others if other and fits(other))
+        yield from filter(fits, dict.fromkeys(filter(None, others)))
 
     def _fits(self, plan: Plan) -> bool:
         return self._filling.account(plan).fits

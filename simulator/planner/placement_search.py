@@ -31,9 +31,7 @@ and then improves the best one:
 9. Try plans that save no activations and have as many weight slots as fit (`_with_many_slots`), and
    climb. With several GPUs, also try plans that save some activations less, or keep fewer
    gradients on the device.
-10. If the host updates all streamed layers, try every second one, and the reverse
-    (`_with_other_share`), and climb. The steps before may have changed which layers are streamed.
-11. Try larger copies, if they fit in the memory that is left (`_with_larger_copies`).
+10. Try larger copies, if they fit in the memory that is left (`_with_larger_copies`).
 
 A second search begins with candidates that are filled in additional ways (`Filling`). It replaces
 nothing of the first one, because a climb from a better candidate may end at a worse plan.
@@ -116,12 +114,16 @@ _MOST_CLIMBED = 1.01
 # if that is faster by this factor. It is below 1.005 because a tested property is that more memory
 # never makes the chosen plan slower by 0.5 %.
 _LEAST_HOST_GAIN = 1.004
+_LEAST_POLISH = 1.002  # the best plan is changed if that makes it faster by this factor
 # Plans near the best one that are lowered in a row without finding a faster one.
 _MOST_POLISHED = 12
 _POLISHING_OPS = 24_000  # the most ops of these plans together; one plan may have more
 # A plan without larger copies is tried if it is faster even with this share of the waiting and
 # contention of the best plan: of the time by which that plan's step takes longer than its bound.
 _STILL_WAITING = 0.85
+# A neighbour is simulated if it may be faster with this share of the waiting of the plan. With a
+# share of 0.75, a drawn step was predicted 3.7 % slower.
+_WAITING_NEARBY = 0.5
 _TIE = 1.001  # plans whose times differ by less than this factor count as equally fast
 # Plans with fewer slots are tried if that frees at least this share of the device's memory.
 _LEAST_FREED = 1 / 64
@@ -236,10 +238,10 @@ class PlacementSearch:
         Returns None if none of the plans with the lowest bounds is faster. `time` is the step time
         of `plan` in ns. Plans whose knobs are in `tried` are left out, and all others are added.
         """
-        limit = time / _LEAST_HOST_GAIN
-        # A step takes longer than its bound because ops wait for slots and slow each other. Changes
-        # other than larger copies hardly alter that, so their bounds must be low enough.
-        waiting = _STILL_WAITING * (time - self.lower_bound.step_ns(plan))
+        limit = time / _LEAST_POLISH
+        # Changes other than larger copies hardly alter how long ops wait, so their bounds must be
+        # low enough.
+        waiting, _ = self.waiting_ns(plan)
         # Larger copies gain at most what the large copies of the ranking would gain.
         largest = self.coarse if self._coarse(plan).step_ns < limit else 0
         room = MakingRoom(self.filling, self.plan)
@@ -251,8 +253,7 @@ class PlacementSearch:
             if changed.knobs in tried or self.lower_bound.step_ns(changed) >= most:
                 continue
             for other in room.fitting(changed):
-                bound = self.lower_bound.step_ns(other)
-                if other.knobs not in tried and bound < most:
+                if other.knobs not in tried and (bound := self.lower_bound.step_ns(other)) < most:
                     tried.add(other.knobs)
                     hopeful.append((bound, len(hopeful), other))
         count = min(max(_POLISHING_OPS // self._run(plan).ops, 1), _MOST_POLISHED)
@@ -260,6 +261,14 @@ class PlacementSearch:
             if self._run(other).bound_ns < limit and self.time(other) < limit:
                 return self.time(other), other
         return None
+
+    def waiting_ns(self, plan: Plan, share: float = _STILL_WAITING) -> tuple[float, float]:
+        """Returns `share` of the time, in ns, by which a step of `plan` takes longer than its lower
+        bound, and than the time of the evaluator, because ops wait for slots and slow each other.
+        """
+        run = self._run(plan)
+        bounds = self.lower_bound.step_ns(plan), run.bound_ns
+        return share * (run.step_ns - bounds[0]), share * (run.step_ns - bounds[1])
 
     def rough_ns(self) -> float:
         """Returns a rough guess of the best step time, in ns: the lowest of the lower bounds of a
@@ -350,7 +359,7 @@ class PlacementSearch:
         return msgspec.structs.replace(best, runner_up=runner_up)
 
     def _improved(self, time: float, plan: Plan) -> list[tuple[float, Plan]]:
-        """Returns (step time in ns, plan) after steps 7 to 11 of the search, and before each of
+        """Returns (step time in ns, plan) after steps 7 to 10 of the search, and before each of
         them that found a faster plan.
         """
         found = [(time, plan)]
@@ -358,7 +367,6 @@ class PlacementSearch:
             self.with_whole_layers,
             self._with_fewer_slots,
             self._with_many_slots,
-            self._with_other_share,
             self._with_larger_copies,
         ):
             faster, other = improved(*found[-1])
@@ -439,16 +447,22 @@ class PlacementSearch:
             for chunk in (size, 2 * size)
         ]
 
-    def _ranked(self, candidates: Sequence[Plan], limit_ns: float = math.inf) -> list[Plan]:
+    def _ranked(
+        self,
+        candidates: Sequence[Plan],
+        limit_ns: float = math.inf,
+        waiting: tuple[float, float] = (0.0, 0.0),
+    ) -> list[Plan]:
         """Returns the fastest two of `candidates`, the fastest first.
 
         They are timed with few large copies. Candidates that then take more than `limit_ns` are
-        left out. The ranking is a best-first search:
+        left out. `waiting` is the time in ns by which a step is expected to take longer than its
+        lower bound, and than the time of the evaluator. The ranking is a best-first search:
 
         1. Put all candidates into a priority queue, ordered by a lower bound of their step time.
         2. Take the candidate with the lowest bound. Replace its bound by the next tighter one, and
            put it back. The bounds are `LowerBound.compute_ns`, `LowerBound.step_ns`, and the time
-           of the evaluator, for which the plan is lowered.
+           of the evaluator, for which the plan is lowered. `waiting` is added to the last two.
         3. If it already has the tightest bound, simulate it and compare it with the best two.
         4. Stop if the lowest bound is above the second-best time, or if several simulated
            candidates in a row were no better.
@@ -467,12 +481,12 @@ class PlacementSearch:
             bound, tightness, index = heapq.heappop(bounds)
             if tightness == 0:
                 coarse = with_knobs(candidates[index], chunk_bytes=self.coarse)
-                bound = max(bound, self.lower_bound.step_ns(coarse))
+                bound = max(bound, self.lower_bound.step_ns(coarse) + waiting[0])
                 heapq.heappush(bounds, (bound, 1, index))
                 continue
             run = self._coarse(candidates[index])
             if tightness == 1:
-                heapq.heappush(bounds, (max(bound, run.bound_ns), 2, index))
+                heapq.heappush(bounds, (run.bound_ns + waiting[1], 2, index))
                 continue
             better = (
                 sorted([*best, (run.step_ns, index)])[:_FINALISTS]
@@ -538,7 +552,8 @@ class PlacementSearch:
         """
         if not others:
             return None
-        ranked = self._ranked(others, _TIE * self._coarse(plan).step_ns)[
+        waiting = self.waiting_ns(with_knobs(plan, chunk_bytes=self.coarse), _WAITING_NEARBY)
+        ranked = self._ranked(others, _TIE * self._coarse(plan).step_ns, waiting)[
             : 1 if self._has_many_ops(plan) else _FINALISTS
         ]
         times = [(self.time(other), other) for other in ranked]
@@ -727,29 +742,6 @@ class PlacementSearch:
                     time, plan = self.time(trimmed), trimmed
                 break
             more //= 2
-        return time, plan
-
-    def _with_other_share(self, time: float, plan: Plan) -> tuple[float, Plan]:
-        """Returns the step time and the plan of the faster of two plans.
-
-        One is `plan`. In the other, the host updates every second streamed layer if it updates all
-        of them in `plan`, or the reverse. If this one does not fit, its gradients, low halves and
-        moments are moved to the host. If `plan` has no host updates, it is returned. `time` is the
-        step time of `plan` in ns.
-        """
-        if not plan.placed("host_updated"):
-            return time, plan
-        for other in (host_updating(plan), host_updating(plan, every=2)):
-            if not self.filling.account(other).fits:
-                others = dict.fromkeys(set(CLASSES) - {"weights"}, "")
-                placement = msgspec.structs.replace(other.knobs.placement, **others)
-                other = with_knobs(other, placement=placement)
-            if (
-                other.knobs != plan.knobs
-                and self.filling.account(other).fits
-                and self._is_faster(other, time)
-            ):
-                time, plan = self.time(other), other
         return time, plan
 
     def _with_larger_copies(self, time: float, plan: Plan) -> tuple[float, Plan]:

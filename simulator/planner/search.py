@@ -233,7 +233,8 @@ def _saving_outputs(best: Estimate, search: PlacementSearch) -> Estimate | None:
     If `best` saves the activations of some layers and recomputes others, the memory of the outputs
     saves more time if it holds the activations of further layers. Otherwise, `best` without
     `rebuild_outputs` is returned. If it saves all activations and then does not fit, other
-    placements are searched.
+    placements are searched, unless the lowest of their lower bounds leaves too little room for the
+    waiting of `best`.
     """
     plan, saved = best.plan, len(best.plan.placed("saved_activations"))
     if not plan.knobs.rebuild_outputs or 0 < saved < plan.model.layers:
@@ -242,8 +243,10 @@ def _saving_outputs(best: Estimate, search: PlacementSearch) -> Estimate | None:
     if same.feasible or not saved:
         return same
     saving = PlacementSearch(with_knobs(search.plan, rebuild_outputs=0), search.costs)
-    limit = best.step_seconds * 1e9
-    found = saving.best(limit) if saving.least_ns() < limit else None
+    likely, limit = saving.likely(), search.time(plan)
+    if likely is None or likely[0] + search.waiting_ns(plan)[0] >= limit:
+        return None
+    found = saving.best(limit)
     return saving.polished(found) if found else None
 
 
