@@ -103,7 +103,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     unified: bool
     """Whether CPU and GPU share one memory. The device's bytes are then the whole memory, and
     nothing is copied."""
-    gpus: int = 1
+    gpus: int
     """Number of GPUs that share a step. All bytes of memory are for one of them."""
     workload: Workload
     """The workload of a step."""

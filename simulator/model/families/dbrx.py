@@ -106,7 +106,7 @@ def dbrx(c: ModelConfig, kind: Kind) -> Parts:
     """
     hidden, heads, kv_heads, size = c.hidden, c.heads, _kv_heads(c), c.head_dim
     if size * heads != hidden:
-        raise c.wrong("n_heads", f"a divisor of d_model = {hidden}")
+        raise c.wrong("head_dim", f"d_model = {hidden} divided by the {heads} attention heads")
     if c.flag("tie_word_embeddings"):
         raise c.wrong("tie_word_embeddings", "false")
     if c.flag("output_router_logits"):

@@ -39,6 +39,7 @@ FITS = Verdict(
     machine="RTX 4090",
     host_memory_assumed=True,
     unified=False,
+    gpus=1,
     workload=Workload(batch=4, sequence=2048, documents=True),
     model_longest_row=32_768,
     policy="overlapped",

@@ -85,6 +85,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
         "kv_n_heads",
         "a divisor of the 8 attention heads",
     ),
+    ("dbrx", {"head_dim": 32}, "head_dim", "d_model = 128 divided by the 8 attention heads"),
     ("dbrx", {"ffn_config": {**DBRX_EXPERTS, "moe_top_k": 5}}, "moe_top_k", "at most the 4"),
     (
         "dbrx",
