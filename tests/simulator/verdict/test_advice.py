@@ -73,6 +73,8 @@ def followed(model: ModelSpec, entry: Suggestion, limits: dict[str, int], less: 
         for name, field in FIELDS.items()
         if name in entry.options
     }
+    if "compile" in entry.options:
+        changes["compiled"] = True
     return judged(model, msgspec.structs.replace(WORK, **changes), **{**limits, **sizes})
 
 
@@ -420,7 +422,7 @@ def test_the_memory_to_add_is_that_missing_in_both_limits(
     ("fields", "tried"),
     [
         ({}, {"batch": 16, "accumulation": 2, "clipping": "none"}),
-        ({"clipping": "none"}, {"batch": 16, "accumulation": 2}),
+        ({"compiled": True, "clipping": "none"}, {"batch": 16, "accumulation": 2}),
         ({"accumulation": 512}, {"batch": 16, "accumulation": 1024, "clipping": "none"}),
         ({"accumulation": 513}, {"batch": 16, "clipping": "none"}),  # 1,026 is more than allowed
         ({"gradients": "8bit"}, {"batch": 16}),
@@ -439,6 +441,9 @@ def test_only_workloads_that_a_plan_may_have_are_tried(
 
     def searched(options: dict[str, str], work: Workload) -> None:
         ((name, value),) = options.items()
+        if name == "compile":
+            assert (work.compiled, some.work.compiled) == (True, False)
+            return
         assert str(getattr(work, name)) == value
         found[name] = getattr(work, name)
 

@@ -65,6 +65,8 @@ def with_options(workload: Workload, options: dict[str, str]) -> dict[str, Any]:
     }
     if "clipping" in options:
         changes["clipping"] = options["clipping"]
+    if "compile" in options:
+        changes["compiled"] = True
     return {"workload": msgspec.structs.replace(workload, **changes), **limits}
 
 

@@ -131,7 +131,9 @@ def test_a_verdict_has_the_numbers_of_its_choice(make_plan: MakePlan, policy: st
     executable = policy in policies.names()
     assert verdict.prediction_only is not executable
     read = {name for name in verdict.knobs if name != "placement"}
-    assert read == set(policies.find(policy).knobs if executable else ())
+    without_effect = {"rebuild_outputs", "exchange_bytes"}  # eager layers, one GPU
+    known = set(policies.find(policy).knobs) - without_effect
+    assert read == (known if executable else set())
     assert ("placement" in verdict.knobs) == (executable and bool(policies.find(policy).placements))
     for name, value in verdict.knobs.items():
         assert value == getattr(plan.knobs, name)
