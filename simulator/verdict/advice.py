@@ -393,12 +393,13 @@ class Adviser:
         """Returns the suggestion to compile layers.
 
         Returns None if they are compiled already, if no layer can be, if the policy is that of
-        another system, or if the machine is calibrated, because a calibration knows either eager or
-        compiled layers.
+        another system, or if the costs of compiled layers are not known: on a calibrated machine,
+        which knows either eager or compiled layers, and on machines with one memory.
         """
         if (
             self.work.compiled
             or self.hardware.costs is not None
+            or self.hardware.unified
             or policy_library.find(self.plan.policy).prediction_only
             or not any(layer.compilable for layer in self.plan.model.decoders)
         ):
@@ -571,9 +572,9 @@ def _note(options: dict[str, str], work: Workload) -> str:
     if options.get("gradients") == "8bit":
         return "stores gradients in 8 bits, rounded at random"
     if "compile" in options:
-        return "other rounding; the first step compiles for about 30 s"
+        return "rounds differently"
     if "clipping" in options:
-        return "gives up gradient clipping"
+        return "gives up clipping"
     if "attention" in options:
         return "tokens then attend to earlier documents of their row"
     if {"batch", "accumulation", "seq"} & options.keys():

@@ -99,7 +99,7 @@ FITS = Verdict(
             fits=True,
             tokens_per_second=1910.2,
             gain=0.404,
-            note="gives up gradient clipping",
+            note="gives up clipping",
         ),
         Suggestion(
             change="--state bf16-sr",
@@ -137,7 +137,7 @@ Step    GPU computes 71%, waits for the optimizer on the CPU 20%, for copies 9%
 
 Room    a context of up to 57,700 tokens (the model's own limit is 32,768), or
         28 sequences of 2,048
-Faster  --clipping none  +40%  1,910 tokens/s  gives up gradient clipping
+Faster  --clipping none  +40%  1,910 tokens/s  gives up clipping
 
 Next    megatrain plan somebody-7b --hardware rtx4090 --batch 4 --out p
             # writes the plan

@@ -357,7 +357,7 @@ def test_changes_are_named_as_options_with_what_they_cost() -> None:
     work = Workload(batch=2, sequence=1024, accumulation=3)
     assert as_options({"batch": "2", "seq": "8"}) == "--batch 2 --seq 8"
     assert as_options({"plain-packing": "", "batch": "2"}) == "--plain-packing --batch 2"
-    assert _note({"clipping": "none", "batch": "2"}, work) == "gives up gradient clipping"
+    assert _note({"clipping": "none", "batch": "2"}, work) == "gives up clipping"
     assert _note({"clipping": "adagc"}, work).startswith("clips each tensor by its own moving norm")
     for name in ("batch", "accumulation", "seq"):
         assert _note({name: "2"}, work) == "a step has 6,144 tokens"
