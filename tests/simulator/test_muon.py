@@ -222,6 +222,17 @@ def test_compute_waits_for_updates_that_the_schedule_gives_priority(
     assert not any(each.high_priority for each in policies.lower(make_plan(policy)).ops)
 
 
+@pytest.mark.parametrize("policy", ["overlapped", "resident"])
+def test_only_updates_of_matrices_need_temporary_tensors(
+    make_plan: Callable[..., Plan], policy: str
+) -> None:
+    plan = make_plan(policy, optimizer="muon")
+    schedule = policies.lower(plan)
+    (shared,) = (each.id for each in schedule.buffers if each.pool == "device.update_workspace")
+    using = {each.layer for each in schedule.ops if shared in each.writes}
+    assert using == {spec.name for spec in plan.model.decoders}
+
+
 def test_an_update_takes_the_time_of_its_products_and_compute_waits(
     make_plan: Callable[..., Plan],
 ) -> None:

@@ -93,6 +93,11 @@ def test_a_file_that_defines_no_optimizer_gives_a_one_line_error(
     assert "\n" not in str(caught.value)
 
 
+def test_a_missing_file_gives_a_one_line_error() -> None:
+    with pytest.raises(UserError, match=r"allowed: the path of a \.py file that defines an optimi"):
+        find("missing.py")
+
+
 def test_a_plan_with_adamw_does_not_name_its_optimizer(
     make_plan: Callable[..., Plan], files: dict[int, str], tmp_path: Path
 ) -> None:

@@ -36,7 +36,7 @@ def place(
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny" / "config.json").write_bytes((prepared / "tiny/config.json").read_bytes())
     make_tokenizer(tmp_path / "tiny")
-    rows = [conversation(words) for words in range(1, 41)]
+    rows = [conversation(words) for words in range(1, 42)]
     (tmp_path / "chat.json").write_text(json.dumps([*rows, {"messages": []}]))
     return tmp_path
 
@@ -47,12 +47,12 @@ def test_data_shows_lengths_cuts_bad_rows_and_one_document(command: Any) -> None
     assert (outcome.status, outcome.err) == (0, "")
     found = json.loads(outcome.out)
     (source,) = found["sources"]
-    assert (source["kind"], source["rows"], source["left_out"]) == ("json", 41, 1)
-    assert source["reasons"] == [["chat.json:41: `messages` is not a list of messages", 1]]
+    assert (source["kind"], source["rows"], source["left_out"]) == ("json", 42, 1)
+    assert source["reasons"] == [["chat.json:42: `messages` is not a list of messages", 1]]
     assert source["layout"].startswith("messages, chat template of the tokenizer, ")
-    shortest = found["longest"] - 39  # a word is one token
-    lengths = [shortest + number for number in range(40)]
-    assert (found["documents"], found["tokens"]) == (40, sum(lengths))
+    shortest = found["longest"] - 40  # a word is one token
+    lengths = [shortest + number for number in range(41)]
+    assert (found["documents"], found["tokens"]) == (41, sum(lengths))
     assert (found["median"], found["percentile_95"]) == (lengths[20], lengths[38])
     in_training = described(np.array(lengths), 64, cuts=True)
     assert in_training.startswith(f"median {lengths[20]} tokens, 95 % up to {lengths[38]}, ")
@@ -147,9 +147,9 @@ def test_rows_are_at_most_as_long_as_the_model_s_limit(
         (("none.jsonl", "--model", "tiny"), "data none.jsonl: found no such file or folder"),
         (("chat.json", "--model", "none"), "model none: found no such folder"),
         (("chat.json:0", "--model", "tiny"), "data chat.json: weight: found 0; allowed: a number"),
-        (("chat.json", "--model", "tiny", "--row", "41"), "found 41; allowed: 1 to 40"),
+        (("chat.json", "--model", "tiny", "--row", "42"), "found 42; allowed: 1 to 41"),
         (("chat.json", "--model", "tiny", "--seq", "3"), "no document with an answer within 3"),
-        (("chat.json", "--model", "tiny", "--strict"), "bad row chat.json:41"),
+        (("chat.json", "--model", "tiny", "--strict"), "bad row chat.json:42"),
         (("chat.json",), "found no --model"),
     ],
 )

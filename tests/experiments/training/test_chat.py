@@ -193,7 +193,9 @@ def test_a_conversation_beyond_the_model_s_limit_is_refused(
     assert "begin a new conversation, with /new" in outcome.out
 
 
-def test_a_conversation_leaves_room_for_at_least_one_token(talker: Path) -> None:
+def test_an_answer_ends_at_the_limit_of_the_model(
+    talker: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import torch
 
     from megatrain.runtime.training.conversation import ChatSession, Sampling
@@ -204,8 +206,14 @@ def test_a_conversation_leaves_room_for_at_least_one_token(talker: Path) -> None
     found._limit = length
     with pytest.raises(UserError, match=f"found {length} tokens; allowed: less than the model's"):
         found.answer(prompt, print)
-    found._limit = length + 1
-    found.answer(prompt, print)
+    rooms: list[int] = []
+    monkeypatch.setattr(
+        found._model, "generate", lambda *_, max_new_tokens, **__: rooms.append(max_new_tokens)
+    )
+    for found._limit in (length + 1, length + 4, length + 6, None):
+        found.forget()
+        found.answer(prompt, print)
+    assert rooms == [1, 4, 5, 5]
 
 
 def test_a_model_that_does_not_fit_is_refused_with_bytes(

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from megatrain.runtime.files import tensor_stream
 from megatrain.runtime.files.malformed_file import MalformedFile
-from megatrain.runtime.files.tensor_file import LARGEST_HEADER_BYTES, read_entries
+from megatrain.runtime.files.tensor_file import LARGEST_HEADER_BYTES, make_header, read_entries
 from megatrain.runtime.files.tensor_stream import (
     TensorSource,
     checksum_of,
@@ -90,6 +90,13 @@ def test_written_files_are_read_by_safetensors_and_by_ours(
     back = {name: torch.full_like(tensor, 9) for name, tensor in tensors.items()}
     assert read_tensors(tmp_path / "f", back) == checksum
     assert all(torch.equal(back[name], tensor) for name, tensor in tensors.items())
+
+
+def test_data_begins_at_a_multiple_of_8_bytes() -> None:
+    for size in range(1, 9):
+        header = make_header({"x" * size: (torch.bfloat16, (3,))})
+        assert len(header) % 8 == 0
+        assert int.from_bytes(header[:8], "little") == len(header) - 8
 
 
 @pytest.mark.parametrize("length", [0x80, 0x280, 0x380, 0x480, 0x580, 0x4B50])

@@ -444,8 +444,7 @@ def test_every_tensor_may_have_gaps_between_its_elements(strided: int) -> None:
             )
         results.append([plane.contiguous().view(torch.uint8) for plane in planes])
     assert all(map(torch.equal, *results))
-    assert results[0][0].any()
-    assert results[0][3].any()
+    assert results[0][3].any(), "the second moments changed"
 
 
 @pytest.mark.parametrize("count", [64, 640, 64 * 33])

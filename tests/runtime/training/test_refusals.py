@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from megatrain.runtime.checkpoint.stored_steps import checkpoint_name
 from megatrain.runtime.data.opening import open_data
@@ -49,6 +50,16 @@ def test_a_group_that_matches_nothing_is_refused_before_a_trainer_is_made(
 ) -> None:
     with pytest.raises(UserError, match=r"optimizer: groups: match: found 'nothing\*'"):
         prepare(place, groups=[{"match": "nothing*"}])
+
+
+def test_weights_that_are_not_finite_are_named(place: Path, prepare: Any) -> None:
+    file = place / "small" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"][0] = torch.inf
+    save_file(tensors, file, metadata={"format": "pt"})
+    message = r"small: found infinity or NaN in model\.norm\.weight; allowed: finite numbers"
+    with pytest.raises(UserError, match=message):
+        prepare(place, None, steps=1).fit()
 
 
 def remove_model(place: Path) -> None:

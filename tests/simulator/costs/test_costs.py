@@ -85,6 +85,16 @@ def test_a_pass_over_memory_has_the_measured_rate(code: str, rate: float) -> Non
     assert op.bytes / datasheet("h200").duration_ns(op) == pytest.approx(rate, rel=0.001)
 
 
+def test_a_time_is_corrected_by_the_factor_of_its_kind_or_lane_or_of_all_ops() -> None:
+    plain = datasheet("h200")
+    factors = {"load_weights@h2d": 1.5, "h2d": 2.0, "all": 4.0}
+    machine = msgspec.structs.replace(plain.hardware, corrections=factors)
+    costs = cost_model(machine, plain.model, plain.workload)
+    for name, lane, factor in (("W0", "h2d", 1.5), ("L0", "h2d", 2.0), ("G0", "d2h", 4.0)):
+        op = Op(id=name, lane=lane, bytes=2**30)
+        assert costs.duration_ns(op) == round(factor * plain.duration_ns(op))
+
+
 def test_a_link_without_a_curve_is_a_latency_and_a_rate() -> None:
     costs, machine = datasheet("rtx3090"), HardwareSpec.load("rtx3090")
     assert costs.duration_ns(load(10**9)) == machine.link_latency_ns + 10**9 / machine.h2d_gb_per_s

@@ -20,9 +20,8 @@ def test_a_workload_out_of_range_gives_a_one_line_error(field: str, value: int) 
 
 @pytest.mark.parametrize("value", [0, -1, 2**24 + 1])
 def test_a_piece_out_of_range_gives_a_one_line_error(value: int) -> None:
-    with pytest.raises(
-        UserError, match=f"workload: token_piece: found {value}; allowed: 1 to {2**24};"
-    ):
+    message = f"workload: token_piece: found {value}; allowed: 1 to {2**24};"
+    with pytest.raises(UserError, match=message):
         Workload(batch=1, sequence=8, token_piece=value)
 
 

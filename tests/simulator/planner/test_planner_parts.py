@@ -21,6 +21,7 @@ from megatrain.simulator.engine.discrete_event import makespan_ns
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.planner import filling as filling_module
 from megatrain.simulator.planner import slot_search
 from megatrain.simulator.planner.assessment import plan_account, with_knobs
 from megatrain.simulator.planner.batch_splits import _quick, splits
@@ -255,6 +256,22 @@ def tightened(plan: Plan, filling: Filling, spare: int) -> Plan:
 
 def a_filling(plan: Plan) -> Filling:
     return Filling(plan, cost_model(H200, plan.model, plan.workload))
+
+
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [("_LEAST_ATTENTION", "attention_layers"), ("_LEAST_OFFLOADED", "offloadable")],
+)
+def test_attention_is_worth_its_memory_from_a_share_of_the_recompute_time(
+    make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch, name: str, field: str
+) -> None:
+    plan = streaming(make_plan)
+    share = a_filling(plan)._attention_share(plan, "0")
+    assert 0 < share < 1
+    monkeypatch.setattr(filling_module, "_LEAST_ATTENTION", 0.0)
+    for least, found in ((share, list("01234")), (math.nextafter(share, 1), [])):
+        monkeypatch.setattr(filling_module, name, least)
+        assert sorted(getattr(a_filling(plan), field)) == found
 
 
 @pytest.mark.parametrize("spare", [-1, 0, 10_000, 60_000, 2**30])
@@ -700,6 +717,30 @@ def test_weight_slots_take_the_memory_of_saved_activations() -> None:
     assert found.knobs.placement == msgspec.structs.replace(
         saving.knobs.placement, saved_activations=""
     )
+
+
+def test_on_several_gpus_slots_may_take_the_memory_of_a_part_of_the_saved_activations(
+    make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = placed(streaming(make_plan, gpus=2, accumulation=2), saved_activations="0-4")
+    search = PlacementSearch(plan, cost_model(H200, plan.model, plan.workload, 2))
+    tried: list[int] = []
+    monkeypatch.setattr(
+        search, "_is_faster", lambda other, _: tried.append(len(other.placed("saved_activations")))
+    )
+    assert search._with_many_slots(1.0, plan) == (1.0, plan)
+    assert set(tried) == {5, 4, 3, 1, 0}
+
+
+def test_plans_that_update_on_the_host_are_candidates_if_they_fit(
+    make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = streaming(make_plan)
+    search = PlacementSearch(plan, cost_model(H200, plan.model, plan.workload))
+    monkeypatch.setattr(search, "_candidates", lambda _: [plan])
+    assert search._fitting({}) == [plan, host_updating(plan)]
+    monkeypatch.setattr(search.filling, "account", lambda _: SimpleNamespace(fits=False))
+    assert search._fitting({}) == [plan]
 
 
 def test_whole_layers_stay_on_the_device_where_no_activations_fit(make_plan: MakePlan) -> None:

@@ -71,6 +71,8 @@ def test_one_process_per_timeline_with_equal_lanes_in_order(schedule: Schedule) 
         if event["name"] == "thread_sort_index"
     ]
     assert order == sorted(order)
+    threads = {event["tid"] for event in events(trace, "M") if event["name"].startswith("process_")}
+    assert threads == {0}, "no lane has this number"
 
 
 def test_one_slice_per_op_to_the_nanosecond(schedule: Schedule) -> None:
