@@ -587,7 +587,7 @@ def described(
     gpus: int = 1,
     tokens: int | None = None,
     chunk_chosen: bool = False,
-    kernel_chosen: bool,
+    kernel_chosen: bool = False,
     shared_work: Workload | None = None,
 ) -> Verdict:
     """Returns the verdict on a choice with its simulated times, but without the results of other
