@@ -173,6 +173,18 @@ def test_the_inputs_of_offloading_layers_are_copied_without_a_gap(
     assert gaps == 0 or group == 1
 
 
+def test_a_recompute_waits_for_the_weights_of_its_layer(make_plan: Callable[..., Plan]) -> None:
+    """With a slow link, a block is recomputed only after the copy of its weights."""
+    found = make_plan("overlapped", clipping="none", placement=Placement(gradients="all"))
+    slow = msgspec.structs.replace(HardwareSpec.load("h200"), h2d_curve=(), h2d_gb_per_s=1e-3)
+    bound = LowerBound(found, cost_model(slow, found.model, found.workload))
+    flow = _EarliestTimes(bound, found, 1)
+    flow._backward([0])
+    times = bound.duration_ns("recompute", "0", kept=False), bound.duration_ns("backward", "0")
+    assert 0 < sum(times) < flow.loads
+    assert flow.compute == flow.loads + sum(times)
+
+
 @pytest.mark.parametrize("clipping", ["global", "none"])
 @pytest.mark.parametrize("rate", [0.1, 10.0])
 def test_a_bound_of_grouped_micro_batches_with_offloaded_inputs_is_not_above_the_time(
