@@ -16,6 +16,9 @@ from typing import Any
 from megatrain.experiments.cli.options import OneLineParser
 from megatrain.simulator.base.errors import Interrupted, RunError, UserError
 
+_AGAIN_S = 0.02
+"""Seconds after which a signal is sent again that arrived in a finalizer."""
+
 
 def path_error(error: OSError) -> UserError | None:
     """Returns the one-line error for an OSError that a path or a full disk caused, else None.
@@ -45,7 +48,13 @@ def interruptible() -> Iterator[None]:
     than the main one, nothing is changed.
     """
 
-    def end(number: int, _: FrameType | None) -> None:
+    def end(number: int, frame: FrameType | None) -> None:
+        if _in_finalizer(frame):
+            # Python ignores an exception there, so the signal is sent again.
+            again = threading.Timer(_AGAIN_S, os.kill, (os.getpid(), number))
+            again.daemon = True
+            again.start()
+            return
         for handled in signals:
             signal.signal(handled, signal.SIG_IGN)
         raise Interrupted(number)
@@ -63,6 +72,15 @@ def interruptible() -> Iterator[None]:
     finally:
         for handled in signals:
             signal.signal(handled, signal.SIG_DFL)
+
+
+def _in_finalizer(frame: FrameType | None) -> bool:
+    """Returns whether `frame` or one of its callers is a `__del__` method."""
+    while frame is not None:
+        if frame.f_code.co_name == "__del__":
+            return True
+        frame = frame.f_back
+    return False
 
 
 @contextlib.contextmanager

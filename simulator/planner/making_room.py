@@ -44,7 +44,7 @@ class MakingRoom:
         The changes are: more layers on the device, larger copies of up to `largest_chunk` bytes,
         gradients that are exchanged whole, more weight slots, the usual or a few slots, another
         share of host updates, other memory for the layer inputs, other saved attention outputs, and
-        one more layer that saves its activations.
+        one more layer or all layers that save their activations.
         """
         knobs, placement, layers = plan.knobs, plan.knobs.placement, plan.model.layers
         for more in _MORE_LAYERS:
@@ -72,8 +72,8 @@ class MakingRoom:
             for attention in self._filling.with_attention(plan, placement):
                 yield with_knobs(plan, placement=attention)
         saved = len(plan.placed("saved_activations"))
-        if saved < layers:
-            yield _placed(plan, saved_activations=last(layers, saved + 1))
+        for count in sorted({min(saved + 1, layers), layers} - {saved}):
+            yield _placed(plan, saved_activations=last(layers, count))
 
     def fitting(self, plan: Plan) -> Iterator[Plan]:
         """Yields `plan` if it fits, and otherwise plans that fit and are like it.

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -55,3 +57,31 @@ def test_the_exit_status_names_the_signal(
     monkeypatch.setattr(VERBS["check"], "run", end)
     outcome = command("check", "llama-3.1-8b", "--hardware", "h200")
     assert (outcome.status, outcome.err) == (status, "megatrain: interrupted\n")
+
+
+_LATE = """
+import os, signal, time
+from megatrain.experiments.cli.program import interruptible
+from megatrain.simulator.base.errors import Interrupted
+
+class Late:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        for _ in range(1000):
+            pass
+
+try:
+    with interruptible():
+        Late()
+        time.sleep(60)
+except Interrupted as error:
+    print(error.status)
+"""
+
+
+def test_a_signal_that_arrives_in_a_finalizer_is_not_lost() -> None:
+    """Python ignores an exception in `__del__`, and the run would go on to its end."""
+    done = subprocess.run(
+        [sys.executable, "-c", _LATE], capture_output=True, text=True, timeout=50, check=False
+    )
+    assert (done.stdout.strip(), done.stderr) == ("143", "")

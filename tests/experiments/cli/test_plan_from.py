@@ -57,7 +57,7 @@ def test_plan_from_repairs_a_plan_edited_by_hand(command: Any) -> None:
     interval = "checkpoint_interval = 1"
     assert interval in text
     Path("plan.toml").write_text(text.replace(interval, "checkpoint_interval = 2"))
-    assert "`megatrain plan --from`" in command("simulate", "plan.toml").err
+    assert "`megatrain plan --from PLAN --out NEW`" in command("simulate", "plan.toml").err
     assert command(*FROM).status == 0
     assert command("simulate", "new.toml").status == 0
 

@@ -167,11 +167,11 @@ def test_the_rest_of_a_layers_time_is_that_of_its_matrix_products(layer: Any) ->
 
 def test_flops_in_fp8_count_as_the_time_that_they_take(layer: Any, monkeypatch: Any) -> None:
     """If half of the FLOPs are four times as fast, the layer has five eighths of its FLOPs."""
-    model, _, usual = layer
+    usual = layer[2]
     half = usual.linear_flops / 2
     monkeypatch.setattr(
-        type(model),
-        "work",
+        module,
+        "op_work",
         lambda *_: SimpleNamespace(
             moved_bytes=0, attention_flops=0, linear_flops=2 * half, fp8_flops=half
         ),
