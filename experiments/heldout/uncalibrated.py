@@ -28,6 +28,7 @@ from megatrain.simulator.compare.error_table import align
 from megatrain.simulator.costs import cost_model
 from megatrain.simulator.costs.datasheet import Datasheet
 from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model.attention_masks import writes_scores
 from megatrain.simulator.model.op_work import op_work
 from megatrain.simulator.planner.assessment import assess
 from megatrain.simulator.policies import verified
@@ -85,7 +86,7 @@ def _plain(row: HeldoutRow) -> bool:
     attention scores nor layers that are not compiled.
     """
     model = row.plan.model
-    written = model.writes_scores and not model.fuses_scores(row.plan.workload)
+    written = writes_scores(model, row.plan.workload)
     return not written and all(layer.compilable for layer in model.decoders)
 
 

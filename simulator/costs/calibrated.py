@@ -64,7 +64,7 @@ from megatrain.simulator.memory.formulas import (
     fp8_temporary_bytes,
     workspace_estimate,
 )
-from megatrain.simulator.model.attention_masks import mask_bytes
+from megatrain.simulator.model.attention_masks import mask_bytes, writes_scores
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import (
     DOCUMENTS,
@@ -530,7 +530,7 @@ class Calibrated(ContendedCosts):
                 for other in sorted(known)
                 if _layer(other) == _layer(wanted) and _dtype(other) == _dtype(wanted)
             ]
-            if alike and (wanted in known or not _written(model, workload)):
+            if alike and (wanted in known or not writes_scores(model, workload)):
                 tokens, size = known.get(wanted) or min(
                     alike, key=lambda point: abs(math.log(point[0] / workload.tokens))
                 )
@@ -591,7 +591,7 @@ class Calibrated(ContendedCosts):
         known = self.table.workspace
         if shape in known:
             return known[shape]
-        if _written(model, workload):
+        if writes_scores(model, workload):
             return None
         points: dict[int, Workspace] = {}
         for other, measured in sorted(known.items()):
@@ -610,11 +610,6 @@ class Calibrated(ContendedCosts):
             **{field: interpolate(values, workload.tokens)[0] for field, values in line.items()}
         )
         return msgspec.structs.replace(on_line, head=_head_bytes(line["head"], model, workload))
-
-
-def _written(model: ModelSpec, workload: Workload) -> bool:
-    """Returns whether some layer writes out its attention scores."""
-    return model.writes_scores and not model.fuses_scores(workload)
 
 
 def measured_chunks(table: CostTable, model: ModelSpec, workload: Workload) -> set[int]:

@@ -77,8 +77,13 @@ def is_masked(model: ModelSpec, layer: LayerSpec, workload: Workload) -> bool:
     return windowed or layer_writes_scores(model, layer, workload) or model.family in ALWAYS_MASKED
 
 
+def writes_scores(model: ModelSpec, workload: Workload) -> bool:
+    """Returns whether some layer writes out its attention scores."""
+    return any(layer_writes_scores(model, layer, workload) for layer in model.attention_kinds)
+
+
 def layer_writes_scores(model: ModelSpec, layer: LayerSpec, workload: Workload) -> bool:
-    """Returns whether the layer writes out its scores."""
+    """Returns whether the layer writes out its attention scores."""
     return model.computed_part(layer.name, workload).scores.kept != Kept()
 
 

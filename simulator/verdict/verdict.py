@@ -28,7 +28,7 @@ from megatrain.simulator.engine.exposed import WAITING, exposed_ns, slowed_ns
 from megatrain.simulator.hardware.cost_table import LAYER_KINDS
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.memory.formulas import rebuilt_estimate
-from megatrain.simulator.model.attention_masks import document_attention
+from megatrain.simulator.model.attention_masks import document_attention, writes_scores
 from megatrain.simulator.model.families import UNFUSED_ATTENTION
 from megatrain.simulator.model.layer import EAGER_MIXERS
 from megatrain.simulator.model.metrics import mfu, tflops_6n, tokens_per_second
@@ -419,8 +419,7 @@ def _unknown_memory(choice: Choice, hardware: HardwareSpec) -> str:
     """
     plan = choice.plan
     model, work = plan.model, plan.workload
-    written = model.writes_scores and not model.fuses_scores(work)
-    if not (written and work.compiled and choice.feasible):
+    if not (work.compiled and choice.feasible and writes_scores(model, work)):
         return ""
     if policy_library.find(plan.policy).prediction_only:
         return ""

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from sinks_definition import written_out
 from whole_models import Tensors, drawn, gradients_of, model_of, weights
 
 from megatrain.runtime.execution.executor import Executor
@@ -30,23 +31,6 @@ HEADS, PAIRS, LENGTH, SIZE = 16, 2, 512, 64
 NAMES = ("output", "query", "key", "value", "sinks")
 RESIDENT = Placement(weights="all", gradients="all")
 KEPT = Placement(saved_attention="1-2", saved_activations="3", weights="all", gradients="all")
-
-
-def written_out(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    sinks: torch.Tensor,
-    seen: torch.Tensor,
-) -> torch.Tensor:
-    """Returns attention with a column of sinks, [batch, sequence, heads, size]."""
-    shared = query.shape[1] // key.shape[1]
-    key, value = (tensor.repeat_interleave(shared, 1) for tensor in (key, value))
-    scores = (query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5).masked_fill(
-        ~seen, -torch.inf
-    )
-    column = sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-    return (torch.cat([scores, column], -1).softmax(-1)[..., :-1] @ value).transpose(1, 2)
 
 
 def inputs_of(batch: int) -> tuple[list[torch.Tensor], torch.Tensor]:
