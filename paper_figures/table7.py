@@ -16,7 +16,6 @@ PEAK = 989.4
 
 
 SYSTEMS = ("megatrain_code", "paper_stated", "paper_schedule", "ours")
-STORED = "h200-qwen2.5-7b-batches"
 
 
 class Context(NamedTuple):
@@ -116,7 +115,7 @@ def draw(results: Results) -> Drawn:
     days = sorted({context.date for context in found.values()})
     caption = (
         f"Predictions of {date} from the library's GH200; a black cross exceeds its memory."
-        f" Measured {' and '.join(days)} on one H200: ours,"
+        f" Measured {', '.join(days)} on one H200: ours,"
         " accumulation 1,"
         f" {run} tokens per step, scaled to the paper's number of tokens."
     )
@@ -258,14 +257,12 @@ def _rates(
 
 
 def measured(results: Results) -> dict[str, Context]:
-    """Returns context -> our measured step on an H200: four stored benchmarks, and two more if
-    `experiments/paper_data/measure.py` was run.
-    """
+    """Returns context -> our measured step on an H200."""
     files = {
-        "1K": results.benchmark(f"{STORED}/32x1024.json"),
-        "8K": results.measured("table7-8k"),
-        "32K": results.measured("table7-32k"),
-        "128K": results.benchmark(f"{STORED}/1x131072.json"),
+        "1K": results.benchmark("h200-qwen2.5-7b-batches/32x1024.json"),
+        "8K": results.benchmark("h200-contexts/c8.json"),
+        "32K": results.benchmark("h200-contexts/c32.json"),
+        "128K": results.benchmark("h200-contexts/c128.json"),
         "256K": results.benchmark("h200-long-context/l262.json"),
         "512K": results.benchmark("h200-x2-qwen2.5-7b-524288/l512.json"),
     }

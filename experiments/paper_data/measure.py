@@ -4,8 +4,8 @@
 Each case has a plan, `DIR/CASE.plan.toml`, and a benchmark in its own process, `DIR/CASE.json`. The
 result is written when the case is done, so an interrupted command loses at most one case. The
 figures read the results in `experiments/results/figures/measured`. The plans are for the calibrated
-H200 with 16 cores and 128 GiB of host memory (`ablations.CALIBRATED`). Table 4's full plan and the
-contexts of 1,024 and 131,072 tokens are measured in `experiments/results/h200-qwen2.5-7b-batches`.
+H200 with 16 cores and 128 GiB of host memory (`ablations.CALIBRATED`). Table 4's full plan is
+measured in `experiments/results/h200-qwen2.5-7b-batches`.
 """
 
 from __future__ import annotations
@@ -21,57 +21,20 @@ from megatrain.experiments.paper_data import ablations
 from megatrain.runtime.warm_up import WARM_UP_STEPS
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.units import format_bytes, format_seconds
-from megatrain.simulator.hardware.machine import HardwareSpec
-from megatrain.simulator.model.specs import ModelSpec
-from megatrain.simulator.model.workload import Workload
-from megatrain.simulator.planner.assessment import Choice
-from megatrain.simulator.planner.search import candidates
 from megatrain.simulator.schedule.plan import Plan
 
-ABLATIONS = {f"table4-{case.replace(' ', '-')}": case for case in ablations.CASES[1:]}
-CONTEXTS = {"table7-32k": (1, 32768), "table7-8k": (5, 8192)}
-"""Case -> (sequences in one micro-batch, tokens of each)."""
-CASES = (*ABLATIONS, *CONTEXTS)
-"""All cases, the most useful first."""
-CONTEXT_DEVICE_BYTES = 131 * 2**30
-"""Device memory for contexts: that of the measured step of 1 x 131,072 tokens."""
-
-
-def plan(case: str) -> tuple[Choice, str]:
-    """Returns the plan of one of CASES, and the file or library name of its machine. Contexts are
-    planned for the library's `h200`, because they were not calibrated.
-    """
-    if case in ABLATIONS:
-        return ablations.ablated(ABLATIONS[case]), os.path.relpath(ablations.CALIBRATED)
-    batch, sequence = CONTEXTS[case]
-    work = Workload(
-        batch=batch,
-        sequence=sequence,
-        compiled=True,
-        attention="cudnn",
-        loss_chunk=ablations.WORK.loss_chunk,
-    )
-    found = candidates(
-        ModelSpec.load(ablations.MODEL),
-        HardwareSpec.load("h200"),
-        work,
-        source=ablations.MODEL,
-        hardware_name="h200",
-        device_limit=CONTEXT_DEVICE_BYTES,
-        host_limit=ablations.HOST_BYTES,
-    )
-    return found[0], "h200"
+CASES = {f"table4-{case.replace(' ', '-')}": case for case in ablations.CASES[1:]}
+"""Name -> case of Table 4, the most useful first."""
 
 
 def arguments(case: str, out: Path, steps: int) -> list[str]:
     """Returns the benchmark's arguments for a case. Writes the plan into the folder `out`."""
-    choice, hardware = plan(case)
-    choice.plan.save(path := out / f"{case}.plan.toml")
+    ablations.ablated(CASES[case]).plan.save(path := out / f"{case}.plan.toml")
     return [
         "--plan",
         str(path),
         "--hardware",
-        hardware,
+        os.path.relpath(ablations.CALIBRATED),
         "--systems",
         "ours",
         "--steps",
