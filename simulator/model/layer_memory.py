@@ -59,7 +59,7 @@ def saved_bytes(model: ModelSpec, layer: str, workload: Workload) -> int:
     """Returns the bytes that autograd saves in a decoder layer from its forward to its
     backward.
 
-    They are the sum over the parts of the layer (`families/parts.py`). A norm saves its input
+    They are the sum over the parts of the layer (`families/part.py`). A norm saves its input
     in fp32 if that is a copy, the normalized row and its output. Attention saves q, k, v and
     its output, and its score matrix only if the family writes it out. A gated MLP saves gate,
     up, the activation and their product. If the workload names a flash kernel for

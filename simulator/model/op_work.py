@@ -188,7 +188,7 @@ def op_work(
     bytes:
 
     * `forward`: the forward FLOPs. Traffic: T times the forward traffic of the layer's parts
-      (`families/parts.py`), T S times that of written-out scores, and P b for the weights.
+      (`families/part.py`), T S times that of written-out scores, and P b for the weights.
     * `recompute`: the same as `forward`, without the MLP if it is computed in pieces, and
       without `last_products`.
     * `backward`: twice the forward FLOPs. Traffic: the same terms with the backward traffic,

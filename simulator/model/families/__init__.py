@@ -28,7 +28,7 @@ from megatrain.simulator.model.families.installed import Families
 from megatrain.simulator.model.families.kinds import DENSE, FULL, Kind
 from megatrain.simulator.model.families.mixtures import MIXTURE_FAMILIES
 from megatrain.simulator.model.families.multimodal import INSIDE
-from megatrain.simulator.model.families.parts import (
+from megatrain.simulator.model.families.part import (
     Kept,
     LayerPieces,
     Part,

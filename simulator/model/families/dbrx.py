@@ -7,21 +7,13 @@ from typing import Any
 import msgspec
 
 from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.model.families.attention import attend
 from megatrain.simulator.model.families.config import ModelConfig
 from megatrain.simulator.model.families.experts import experts, router
 from megatrain.simulator.model.families.family import Family, Parts, bare_layer_norm
 from megatrain.simulator.model.families.kinds import Kind, every_layer
-from megatrain.simulator.model.families.parts import (
-    Kept,
-    Part,
-    Traffic,
-    attend,
-    linear,
-    placed,
-    residual,
-    rotary,
-    shared_input,
-)
+from megatrain.simulator.model.families.part import Kept, Part, Traffic, placed
+from megatrain.simulator.model.families.parts import linear, residual, rotary, shared_input
 
 _ATTENTION, _EXPERTS = "attn_config", "ffn_config"
 _THETA = 10_000.0

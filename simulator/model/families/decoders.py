@@ -11,6 +11,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatrain.simulator.model.families.attention import (
+    attend,
+    attention,
+    capped_scores,
+    scaled_scores,
+    sink_scores,
+)
 from megatrain.simulator.model.families.config import ModelConfig
 from megatrain.simulator.model.families.dense import LLAMA, MISTRAL
 from megatrain.simulator.model.families.experts import (
@@ -61,26 +68,17 @@ from megatrain.simulator.model.families.kinds import (
     qwen_window,
     smollm3_window,
 )
+from megatrain.simulator.model.families.part import Compiled, Kept, Part, Traffic, placed
 from megatrain.simulator.model.families.parts import (
-    Compiled,
-    Kept,
-    Part,
-    Traffic,
-    attend,
-    attention,
-    capped_scores,
     centred_norm,
     gated_mlp,
     layer_norm,
     linear,
-    placed,
     plain_mlp,
     residual,
     rms_norm,
     rotary,
-    scaled_scores,
     shared_input,
-    sink_scores,
 )
 
 

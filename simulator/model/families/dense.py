@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatrain.simulator.model.families.attention import attend, attention, capped_scores
 from megatrain.simulator.model.families.config import ModelConfig
 from megatrain.simulator.model.families.family import (
     Family,
@@ -30,14 +31,8 @@ from megatrain.simulator.model.families.kinds import (
     one_window,
     pattern,
 )
+from megatrain.simulator.model.families.part import Compiled, Kept, Part, Traffic
 from megatrain.simulator.model.families.parts import (
-    Compiled,
-    Kept,
-    Part,
-    Traffic,
-    attend,
-    attention,
-    capped_scores,
     gated_mlp,
     last_product,
     layer_norm,

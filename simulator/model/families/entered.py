@@ -8,22 +8,18 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatrain.simulator.model.families.attention import attend, attention, softmax_scores
 from megatrain.simulator.model.families.config import ModelConfig
 from megatrain.simulator.model.families.family import Family, Parts
 from megatrain.simulator.model.families.gemma4 import unweighted
 from megatrain.simulator.model.families.kinds import Kind
+from megatrain.simulator.model.families.part import Kept, Part, Traffic
 from megatrain.simulator.model.families.parts import (
-    Kept,
-    Part,
-    Traffic,
-    attend,
-    attention,
     last_product,
     layer_norm,
     linear,
     plain_mlp,
     residual,
-    softmax_scores,
 )
 
 _BLOOM_NORM = "word_embeddings_layernorm"

@@ -5,20 +5,22 @@
 
 from __future__ import annotations
 
+from megatrain.simulator.model.families.attention import attend
 from megatrain.simulator.model.families.config import ModelConfig
 from megatrain.simulator.model.families.family import Layer, Parts, top_k
 from megatrain.simulator.model.families.kinds import Kind
-from megatrain.simulator.model.families.parts import (
+from megatrain.simulator.model.families.part import (
     Compiled,
     Kept,
     Part,
     Tensors,
     Traffic,
-    attend,
-    gated_mlp,
-    linear,
     merge_parts,
     placed,
+)
+from megatrain.simulator.model.families.parts import (
+    gated_mlp,
+    linear,
     rms_norm,
     rotary,
     shared_input,

@@ -7,20 +7,15 @@ from typing import Any, Literal
 
 import msgspec
 
+from megatrain.simulator.model.families.attention import attention
 from megatrain.simulator.model.families.config import ModelConfig
 from megatrain.simulator.model.families.kinds import DENSE, LINEAR, Kind
+from megatrain.simulator.model.families.part import Compiled, Kept, Part, Tensors, Traffic, placed
 from megatrain.simulator.model.families.parts import (
-    Compiled,
-    Kept,
-    Part,
-    Tensors,
-    Traffic,
-    attention,
     centred_norm,
     gated_mlp,
     interleaved,
     layer_norm,
-    placed,
     plain_mlp,
     residual,
     rms_norm,

@@ -11,16 +11,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatrain.simulator.model.families.attention import attend
 from megatrain.simulator.model.families.config import ModelConfig
 from megatrain.simulator.model.families.family import Family, Parts, wide_norm
 from megatrain.simulator.model.families.gemma4 import unweighted
 from megatrain.simulator.model.families.kinds import FULL, SLIDING, Kind
+from megatrain.simulator.model.families.part import Kept, Part, Tensors, Traffic
 from megatrain.simulator.model.families.parts import (
-    Kept,
-    Part,
-    Tensors,
-    Traffic,
-    attend,
     gated_mlp,
     linear,
     residual,

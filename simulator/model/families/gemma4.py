@@ -9,16 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.model.families.attention import attend
 from megatrain.simulator.model.families.config import ModelConfig
 from megatrain.simulator.model.families.experts import experts
 from megatrain.simulator.model.families.family import Parts, pre_and_post_norms
 from megatrain.simulator.model.families.kinds import FULL, SLIDING, Kind
+from megatrain.simulator.model.families.part import Compiled, Kept, Part, Traffic
 from megatrain.simulator.model.families.parts import (
-    Compiled,
-    Kept,
-    Part,
-    Traffic,
-    attend,
     gated_mlp,
     linear,
     residual,

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatrain.simulator.model.families.attention import attend
 from megatrain.simulator.model.families.config import ModelConfig
 from megatrain.simulator.model.families.family import Family, Parts
 from megatrain.simulator.model.families.kinds import Kind
+from megatrain.simulator.model.families.part import Part, Tensors, Traffic
 from megatrain.simulator.model.families.parts import (
-    Part,
-    Tensors,
-    Traffic,
     activation,
-    attend,
     hidden_of_mlp,
     layer_norm,
     linear,

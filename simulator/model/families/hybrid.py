@@ -4,20 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatrain.simulator.model.families.attention import attention
 from megatrain.simulator.model.families.config import ModelConfig
 from megatrain.simulator.model.families.family import Family, Parts
 from megatrain.simulator.model.families.kinds import HYBRID, Kind
-from megatrain.simulator.model.families.parts import (
-    Kept,
-    Part,
-    Tensors,
-    Traffic,
-    attention,
-    gated_mlp,
-    linear,
-    residual,
-    rms_norm,
-)
+from megatrain.simulator.model.families.part import Kept, Part, Tensors, Traffic
+from megatrain.simulator.model.families.parts import gated_mlp, linear, residual, rms_norm
 
 
 def mamba2(c: ModelConfig) -> Parts:

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from megatrain.simulator.model.families.attention import attend, attention
 from megatrain.simulator.model.families.config import ModelConfig
 from megatrain.simulator.model.families.decoders import (
     DEEPSEEK,
@@ -58,19 +59,19 @@ from megatrain.simulator.model.families.kinds import (
     one_window,
     pattern,
 )
-from megatrain.simulator.model.families.parts import (
+from megatrain.simulator.model.families.part import (
     Kept,
     Part,
     Tensors,
     Traffic,
-    attend,
-    attention,
+    merge_parts,
+    placed,
+)
+from megatrain.simulator.model.families.parts import (
     gated_mlp,
     interleaved,
     layer_norm,
     linear,
-    merge_parts,
-    placed,
     residual,
     rms_norm,
     rotary,

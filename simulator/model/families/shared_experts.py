@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatrain.simulator.model.families.attention import attend, sink_scores
 from megatrain.simulator.model.families.config import ModelConfig
 from megatrain.simulator.model.families.decoders import sinks
 from megatrain.simulator.model.families.experts import latent_attention, routed, shared_experts
@@ -31,21 +32,15 @@ from megatrain.simulator.model.families.kinds import (
     mimo_window,
     one_dense,
 )
+from megatrain.simulator.model.families.part import Compiled, Kept, Part, Traffic, placed
 from megatrain.simulator.model.families.parts import (
-    Compiled,
-    Kept,
-    Part,
-    Traffic,
-    attend,
     centred_norm,
     gated_mlp,
     linear,
-    placed,
     residual,
     rms_norm,
     rotary,
     shared_input,
-    sink_scores,
 )
 
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatrain.simulator.model.families.attention import attend, softmax_scores
 from megatrain.simulator.model.families.config import ModelConfig
 from megatrain.simulator.model.families.family import Family, Parts, bare_layer_norm
 from megatrain.simulator.model.families.kinds import Kind
+from megatrain.simulator.model.families.part import Compiled, Kept, Part, Traffic
 from megatrain.simulator.model.families.parts import (
-    Compiled,
-    Kept,
-    Part,
-    Traffic,
-    attend,
     interleaved,
     last_product,
     layer_norm,
@@ -21,7 +18,6 @@ from megatrain.simulator.model.families.parts import (
     residual,
     rotary,
     shared_input,
-    softmax_scores,
 )
 
 _NAMES = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
