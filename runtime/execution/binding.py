@@ -8,6 +8,7 @@ wait for other ops (`lanes.py`).
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 
 import torch
@@ -52,6 +53,8 @@ class Binder(UpdateOps):
         super().__init__(plan, schedule, arenas, settings, host_workers, state, seed, rank)
         self._ranks = ranks
         self.functional_layers = functional_layers
+        self._head_compiles = plan.workload.compiled
+        """Whether the next run of the head compiles it."""
         self._kinds: dict[str, Callable[[Op], Run]] = {
             "load_weights": self._copy,
             "save_gradients": self._copy,
@@ -273,6 +276,12 @@ class Binder(UpdateOps):
             value, gradients = self.functional_layers.head(
                 self._weights(head, slot), x, labels, self.state.scale, dx, micro
             )
+            if self._head_compiles:
+                # The compiler leaves reference cycles that lead to the frame of the call above, and
+                # so to three gradients of the head. They would stay allocated in the backward pass
+                # of the last layer, where a step may need the most memory.
+                self._head_compiles = False
+                gc.collect()
             total[0] = value
             put(gradients)
 

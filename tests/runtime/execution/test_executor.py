@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import _thread
 import functools
+import gc
 import itertools
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, get_args
 
 import msgspec
 import pytest
 import torch
+from whole_models import drawn, model_of
 
 from megatrain.runtime.batch import IGNORED
 from megatrain.runtime.execution.executor import Executor
 from megatrain.runtime.execution.lanes import Lane, OpFailed
 from megatrain.runtime.files.model_files import random_weights
-from megatrain.runtime.layers.functional_layers import config_of
+from megatrain.runtime.layers.functional_layers import FunctionalLayers, config_of
 from megatrain.runtime.memory.arenas import Arenas
 from megatrain.runtime.optimizer.adamw import AdamW, WorkerThreads
 from megatrain.simulator import policies
@@ -473,3 +476,37 @@ def test_optimizer_threads_change_no_bit(
         plan, threads={"compute": 1, "update": 1, "h2d": 1, "d2h": 1, "cpu": 3}
     ) as together:
         assert together.bits() == want
+
+
+def test_garbage_of_the_compiler_is_freed_before_the_backward_pass(
+    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch's compiler leaves reference cycles that keep the tensors of the head's frame alive.
+
+    Python's garbage collector may run much later, so it is switched off here.
+    """
+    head, backward = FunctionalLayers.head, FunctionalLayers.backward
+    left: list[weakref.ref[torch.Tensor]] = []
+    alive: list[bool] = []
+
+    def leaving_garbage(self: FunctionalLayers, *args: Any) -> Any:
+        cycle: list[Any] = [torch.empty(1)]
+        cycle.append(cycle)
+        left.append(weakref.ref(cycle[0]))
+        return head(self, *args)
+
+    def looking(self: FunctionalLayers, *args: Any) -> Any:
+        alive.append(any(tensor() is not None for tensor in left))
+        return backward(self, *args)
+
+    monkeypatch.setattr(FunctionalLayers, "head", leaving_garbage)
+    monkeypatch.setattr(FunctionalLayers, "backward", looking)
+    with run(model_of("llama"), dtype="bf16", compiled=True) as running:
+        batches = drawn(running.plan)
+        gc.disable()
+        try:
+            running.executor.step(batches, rate=0.0, number=1)
+        finally:
+            gc.enable()
+    assert alive
+    assert not any(alive)
