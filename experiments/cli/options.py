@@ -6,11 +6,13 @@ Slow imports are inside the functions, because `--help` must answer at once.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import re
 import sys
 import tempfile
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_args
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from megatrain.simulator.hardware.machine import HardwareSpec
     from megatrain.simulator.model.specs import ModelSpec
     from megatrain.simulator.model.workload import Workload
+    from megatrain.simulator.schedule.plan import Plan
 
 
 _MISTAKES: dict[str, tuple[str, str]] = {
@@ -165,10 +168,14 @@ def number(kind: type, least: float, text: str, name: str, most: float = math.in
         value = None
     if value is None or not abs(value) < math.inf or not least <= value <= most:
         allowed = f"a {'whole ' if kind is int else ''}number " + (
-            f">= {least:g}" if most == math.inf else f"from {least:g} to {most}"
+            f"above 0, at least {least:.6f}"
+            if 0 < least < 1
+            else f">= {least:g}"
+            if most == math.inf
+            else f"from {least:g} to {most}"
         )
         like = f"write it like {name} {max(least, 1):g}"
-        otherwise = f"write such a number, or leave {name} out for the default"
+        otherwise = f"{like}, or leave {name} out for the default"
         raise UserError(
             name, found=repr(text), allowed=allowed, fix=like if kind is int else otherwise
         )
@@ -556,12 +563,95 @@ def relative(path: Path, base: Path) -> str:
     return os.path.relpath(path.resolve(), base.resolve())
 
 
+@contextlib.contextmanager
+def naming(file: Path) -> Iterator[None]:
+    """Makes a UserError from the block name `file`, unless its place is `file` or an option."""
+    try:
+        yield
+    except UserError as error:
+        if error.where.startswith((str(file), "--")):
+            raise
+        error.where = error.where.removeprefix("plan: ")
+        raise error.inside(str(file)) from None
+
+
+def plan_of(file: Path) -> Plan:
+    """Returns the plan in `file`. Raises UserError, which names `file`, if it is not a plan."""
+    from megatrain.simulator.schedule.plan import Plan
+
+    refuse_no_plan(file)
+    return Plan.load(file)
+
+
+def refuse_no_plan(file: Path) -> None:
+    """Raises UserError if `file` is missing, a folder, or another file than a plan."""
+    folder = os.path.isdir(file)
+    if folder and os.path.isfile(file / "plan.toml"):
+        found, fix = "a folder with a plan in it", f"name the plan, {file / 'plan.toml'}"
+    elif folder and os.path.isfile(file / "config.json"):
+        found = "the folder of a model"
+        fix = f"make a plan first: `megatrain plan {file} --hardware H --out plan.toml`"
+    elif folder:
+        found, fix = "a folder", "name a plan, or make one with `megatrain plan`"
+    elif not os.path.lexists(file):
+        found, fix = "no such file", "check the path, or make a plan with `megatrain plan`"
+    elif file.suffix == ".json":
+        found = "a JSON file"
+        fix = f"make a plan first: `megatrain plan {file} --hardware H --out plan.toml`"
+    elif _is_hardware(file):
+        found = "a hardware file"
+        fix = f"make a plan first: `megatrain plan MODEL --hardware {file} --out plan.toml`"
+    else:
+        return
+    raise UserError(str(file), found=found, allowed="a plan that `megatrain plan` wrote", fix=fix)
+
+
+def _is_hardware(file: Path) -> bool:
+    """Returns whether `file` is a TOML file with the keys of a machine, and is not a plan."""
+    from megatrain.simulator.base.files import read_text
+
+    try:
+        keys = tomllib.loads(read_text(file)).keys()
+    except (UserError, ValueError, RecursionError):
+        return False
+    return {"name", "peak_tflops"} <= keys
+
+
+def refuse_no_run(folder: Path, fix: str) -> None:
+    """Raises UserError if `folder` is not the folder of a run. `fix` is the fix of a wrong path."""
+    if os.path.isfile(folder / "config.toml"):
+        return
+    if os.path.isdir(folder):
+        runs = sorted(file.parent for file in folder.glob("*/config.toml"))
+        found = "a folder without config.toml, so no run"
+        fix = f"name the run, {runs[0]}" if runs else fix
+    else:
+        found = "a file, not a folder" if os.path.exists(folder) else "no such folder"
+    raise UserError(
+        str(folder), found=found, allowed="the folder of a run that has started", fix=fix
+    )
+
+
 def hardware_of(plan_path: Path, name: str) -> HardwareSpec:
-    """Returns the hardware that a plan names: a file relative to the plan, or a library name."""
+    """Returns the hardware that a plan names: a file relative to the plan, or a library name.
+
+    Raises UserError, which names the plan, if there is no such machine.
+    """
     from megatrain.simulator.hardware.machine import HardwareSpec
 
     file = plan_path.parent / name
-    return HardwareSpec.load(str(file) if file.suffix == ".toml" or os.path.isfile(file) else name)
+    if file.suffix == ".toml" and not os.path.lexists(file):
+        raise UserError(
+            f"{plan_path}: hardware",
+            found=f"{name}, but there is no file {file}",
+            allowed="a file that `megatrain calibrate` wrote, seen from the folder of the plan, or"
+            " a name that `megatrain list hardware` prints",
+            fix="move the file there, or correct the path in the plan",
+        )
+    with naming(plan_path):
+        return HardwareSpec.load(
+            str(file) if file.suffix == ".toml" or os.path.isfile(file) else name
+        )
 
 
 def check_writable(path: Path) -> None:

@@ -256,7 +256,6 @@ def _changed(args: argparse.Namespace) -> tuple[list[Choice], HardwareSpec]:
     from megatrain.experiments.sweep.grid import axis, changed
     from megatrain.simulator.costs import cost_model
     from megatrain.simulator.planner.search import assess
-    from megatrain.simulator.schedule.plan import Plan
 
     values: dict[str, Any] = {}
     for name, value in options.assignments(args.set, "KEY=VALUE", "checkpoint_interval=1"):
@@ -264,7 +263,7 @@ def _changed(args: argparse.Namespace) -> tuple[list[Choice], HardwareSpec]:
             values["gpus"] = options.whole("--set gpus")(value)
             continue
         key, (values[key],) = axis(name, [value], "--set")
-    plan = Plan.load(args.source_plan)
+    plan = options.plan_of(args.source_plan)
     hardware = options.hardware_of(args.source_plan, plan.hardware)
     folder, before = args.source_plan.parent, plan
     moved = {
@@ -273,8 +272,9 @@ def _changed(args: argparse.Namespace) -> tuple[list[Choice], HardwareSpec]:
         if os.path.exists(folder / name)
     }
     plan = msgspec.structs.replace(changed(plan, values), **moved)
-    _refuse_unread(plan, values)
-    choice = assess(plan, cost_model(hardware, plan.model, plan.workload, plan.gpus))
+    with options.naming(args.source_plan):
+        _refuse_unread(plan, values)
+        choice = assess(plan, cost_model(hardware, plan.model, plan.workload, plan.gpus))
     args.policy = plan.policy
     if before.prediction is not None:
         seconds = before.prediction.step_seconds

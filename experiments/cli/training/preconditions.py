@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megatrain.experiments.cli import options
 from megatrain.runtime.training.config import Config
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import printable
@@ -27,8 +28,9 @@ def check_training(plan_file: Path, model: str | None, config: Config) -> None:
     from megatrain.simulator.schedule.plan import Plan
 
     plan = Plan.load(plan_file)
-    refuse_unsupported(plan.model, plan.workload)
-    executable(plan)
+    with options.naming(plan_file):
+        refuse_unsupported(plan.model, plan.workload)
+        executable(plan)
     relative = plan_file.parent / plan.source
     check_inputs(model or str(relative if relative.exists() else plan.source), config)
 

@@ -118,12 +118,11 @@ def refuse_missing_model(args: argparse.Namespace) -> None:
     wrong name.
     """
     from megatrain.simulator.model.specs import ModelSpec
-    from megatrain.simulator.schedule.plan import Plan
 
     if args.plan is None:
         return
     if not names_model(args):
-        Plan.load(args.plan)
+        options.plan_of(args.plan)
     elif not hub_name(str(args.plan)):
         ModelSpec.load(str(args.plan))
 

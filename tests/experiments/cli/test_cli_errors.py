@@ -49,6 +49,7 @@ CALIBRATE = (
     "--out",
     "new.toml",
 )
+PLAN_FROM = ("plan", "--from", "plan.toml", "--out", "new.toml")
 LONG = "a" * 300
 
 
@@ -198,7 +199,7 @@ MISTAKES = {
     "negative rate by its other name": Mistake(
         (*TRAIN, "--rate", "-1"), "'-1'", ">= 0", "--lr 1e-5"
     ),
-    "no epoch": Mistake((*TRAIN, "--epochs", "0"), "'0'", ">= 1e-06", "such a number"),
+    "no epoch": Mistake((*TRAIN, "--epochs", "0"), "'0'", "above 0", "--epochs 1"),
     "steps and epochs": Mistake(
         (*TRAIN, "--steps", "5", "--epochs", "1"), "both steps and epochs", "one of", "set steps"
     ),
@@ -309,7 +310,48 @@ MISTAKES = {
         "another path",
     ),
     "missing plan": Mistake(
-        ("simulate", "gone.toml"), "no such file", "readable", "name an existing file"
+        ("simulate", "gone.toml"), "no such file", "`megatrain plan` wrote", "check the path"
+    ),
+    "folder instead of a plan": Mistake(
+        ("simulate", "corpus"), "a folder", "`megatrain plan` wrote", "name a plan"
+    ),
+    "folder of a model instead of a plan": Mistake(
+        ("simulate", "tiny"),
+        "the folder of a model",
+        "a plan that",
+        "`megatrain plan tiny --hardware H --out plan.toml`",
+    ),
+    "folder with a plan instead of a plan": Mistake(
+        ("simulate", "."), "a folder with a plan in it", "a plan that", "name the plan, plan.toml"
+    ),
+    "model instead of a plan": Mistake(
+        ("simulate", "tiny/config.json"), "a JSON file", "a plan that", "make a plan first"
+    ),
+    "hardware file instead of a plan": Mistake(
+        ("train", "hw.toml", *TRAIN[2:]),
+        "a hardware file",
+        "a plan that",
+        "--hardware hw.toml",
+        hardware(),
+    ),
+    "no plan to change": Mistake(
+        ("plan", "--from", "gone.toml", "--out", "new.toml"),
+        "no such file",
+        "`megatrain plan` wrote",
+        "check the path",
+    ),
+    "no run to resume": Mistake(
+        ("train", "--resume", "gone"), "no such folder", "a run that has started", "check the path"
+    ),
+    "file instead of a run": Mistake(
+        ("train", "--resume", "plan.toml"), "a file, not a folder", "a run", "start a new run"
+    ),
+    "folder of a run instead of the run": Mistake(
+        ("train", "--resume", "runs"),
+        "a folder without config.toml",
+        "a run that has started",
+        "name the run, runs/first",
+        written("runs/first/config.toml", ""),
     ),
     "binary plan": Mistake(
         ("simulate", "plan.toml"),
@@ -365,9 +407,9 @@ MISTAKES = {
     ),
     "plan for missing hardware": Mistake(
         ("simulate", "plan.toml"),
-        "no such file",
-        "readable",
-        "existing",
+        "gone.toml, but there is no file gone.toml",
+        "`megatrain calibrate` wrote",
+        "correct the path in the plan",
         edited("plan.toml", ('hardware = "h200"', 'hardware = "gone.toml"')),
     ),
     "device too small for the plan": Mistake(
@@ -512,6 +554,32 @@ def test_a_mistake_gives_a_one_line_error_and_leaves_nothing(
     elif name not in ("weights are cut", "weights are gone"):
         assert outcome.out == ""
     assert files_in(workplace) == before
+
+
+@pytest.mark.parametrize("words", [("simulate", "plan.toml"), TRAIN, PLAN_FROM], ids=" ".join)
+@pytest.mark.parametrize(
+    "change",
+    [
+        ('digest = "', 'digest = "0'),
+        ('"double_buffer"', '"zigzag"'),
+        ("weight_slots = 2", "weight_slots = 0"),
+        ("batch = 2", 'batch = "two"'),
+        ("format = 1", "format = 2"),
+    ],
+    ids=lambda change: str(change[1]),
+)
+@pytest.mark.usefixtures("workplace")
+def test_a_mistake_in_a_plan_names_its_file(
+    words: tuple[str, ...], change: tuple[str, str], command: Any
+) -> None:
+    edited("plan.toml", change)()
+    outcome = command(*words)
+    if words == PLAN_FROM and "digest" in change[0]:
+        assert outcome.status == 0  # the command writes the right digest
+    else:
+        assert outcome.status == 2
+        assert outcome.err.startswith("megatrain: plan.toml: ")
+        assert outcome.err.count("plan.toml") == 1
 
 
 @pytest.mark.parametrize(
