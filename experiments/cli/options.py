@@ -519,6 +519,22 @@ def add_device(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def note_on_cpu(device: torch.device) -> str:
+    """Returns a line on what is called the device if the CPU computes, or an empty string."""
+    from megatrain.runtime.host import WITHOUT_GPU
+
+    return "" if device.type == "cuda" else f"{WITHOUT_GPU} and is called the device"
+
+
+def measured_without_gpu(hardware: HardwareSpec) -> bool:
+    """Returns whether `hardware` is a calibration of a machine without a GPU."""
+    from megatrain.runtime.host import RAM_AS_DEVICE
+
+    # Older files end in the second text.
+    endings = (RAM_AS_DEVICE, "memory pool as device")
+    return hardware.costs is not None and hardware.costs.measured_on.endswith(endings)
+
+
 def refuse_missing_gpu(args: argparse.Namespace) -> None:
     """Raises UserError for `--device cuda` on a machine that has no GPU, without importing torch.
 
@@ -598,7 +614,9 @@ def refuse_no_plan(file: Path) -> None:
     elif file.suffix == ".json":
         found = "a JSON file"
         fix = f"make a plan first: `megatrain plan {file} --hardware H --out plan.toml`"
-    elif _is_hardware(file):
+    elif file.suffix != ".toml" and _keys(file) is None:
+        found, fix = "another file", "name a plan, or the folder of a model"
+    elif {"name", "peak_tflops"} <= (_keys(file) or set()):
         found = "a hardware file"
         fix = f"make a plan first: `megatrain plan MODEL --hardware {file} --out plan.toml`"
     else:
@@ -606,15 +624,14 @@ def refuse_no_plan(file: Path) -> None:
     raise UserError(str(file), found=found, allowed="a plan that `megatrain plan` wrote", fix=fix)
 
 
-def _is_hardware(file: Path) -> bool:
-    """Returns whether `file` is a TOML file with the keys of a machine, and is not a plan."""
+def _keys(file: Path) -> set[str] | None:
+    """Returns the keys of a TOML file, or None if `file` is not one."""
     from megatrain.simulator.base.files import read_text
 
     try:
-        keys = tomllib.loads(read_text(file)).keys()
+        return set(tomllib.loads(read_text(file)))
     except (UserError, ValueError, RecursionError):
-        return False
-    return {"name", "peak_tflops"} <= keys
+        return None
 
 
 def refuse_no_run(folder: Path, fix: str) -> None:
@@ -684,6 +701,49 @@ def check_writable(path: Path) -> None:
             allowed="a path in a writable folder",
             fix="choose another path",
         ) from None
+
+
+PLAN_FILE = "plan", rb"(?m)^policy\s*="
+TRACE_FILE = "trace", rb'"traceEvents"'
+PAGE_FILE = "web page", rb"(?i)<!doctype html"
+PICTURE_FILE = "picture", rb"^\x89PNG"
+"""What a command writes, and a pattern that the beginning of such a file contains."""
+_BEGINNING_BYTES = 4096
+
+
+def check_replaceable(path: Path, kind: tuple[str, bytes]) -> None:
+    """Raises UserError if the file `path` cannot be written, or if it exists and is another kind of
+    file, which would be lost. `kind` is one of the constants above.
+    """
+    check_writable(path)
+    name, pattern = kind
+    try:
+        with path.open("rb") as file:
+            beginning = file.read(_BEGINNING_BYTES)
+    except OSError:
+        return
+    if beginning and not re.search(pattern, beginning):
+        raise UserError(
+            str(path),
+            found=f"a file that is not a {name}",
+            allowed=f"a new file, or an earlier {name}, which is replaced",
+            fix="name another file",
+        )
+
+
+def check_new_file(path: Path, option: str) -> None:
+    """Raises UserError if `path`, the new file of `option`, exists or cannot be written.
+
+    It is for measurements, which nothing can restore.
+    """
+    check_writable(path)
+    if os.path.lexists(path):
+        raise UserError(
+            str(path),
+            found="a file there already",
+            allowed="a new file, so that no measurement is lost",
+            fix=f"name another one with {option}, or remove this one first",
+        )
 
 
 def check_new(path: Path) -> None:

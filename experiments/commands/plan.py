@@ -72,7 +72,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
         type=Path,
         required=True,
         metavar="PLAN",
-        help="the plan file to write, e.g. plan.toml",
+        help="the plan file to write, e.g. plan.toml; an earlier plan there is replaced",
     )
 
 
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     if args.policy == "all":
         args.policy = "best"
     _refuse_contradictions(args)
-    options.check_writable(args.out)
+    options.check_replaceable(args.out, options.PLAN_FILE)
     choices, hardware = _changed(args) if args.source_plan else _chosen(args)
     best, names = choices[0], from_options.policies(args.policy)
     kernel_chosen = args.attention is None and not args.source_plan
@@ -105,7 +105,8 @@ def run(args: argparse.Namespace) -> int:
             keep_documents=args.documents is True,
         )
     width = layout.terminal_width()
-    report = verdict_text.text(verdict, width, why=args.why)
+    without_gpu = options.measured_without_gpu(hardware)
+    report = verdict_text.text(verdict, width, why=args.why, without_gpu=without_gpu)
     if len(choices) > 1:
         report += "\n\nThe best plan of each policy:\n" + policy_table.table(verdicts, width)
     if not best.feasible:

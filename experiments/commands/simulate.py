@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     from megatrain.simulator.verdict.verdict import summarize
 
     if args.trace:
-        options.check_writable(args.trace)
+        options.check_replaceable(args.trace, options.TRACE_FILE)
     plan = options.plan_of(args.plan)
     hardware = options.hardware_of(args.plan, plan.hardware)
     with options.naming(args.plan):

@@ -368,7 +368,8 @@ class Trainer(TrainingRun):
         self._refuse_another_run(self._settings, known=True)
         if note := not_trained(self.folder, self.exported_config):
             self._notes.append(note)
-        if note := little_memory_note(self.schedule, free_host_bytes() // self.plan.gpus):
+        free, on_cpu = free_host_bytes() // self.plan.gpus, self.device.type != "cuda"
+        if note := little_memory_note(self.schedule, free, on_cpu=on_cpu):
             self._notes.append(note)
         return data, held_out
 

@@ -459,10 +459,30 @@ MISTAKES = {
     ),
     "empty corpus": Mistake(
         (*TRAIN, "--data", "empty.txt"),
-        "1 tokens",
+        "an empty file",
+        "files with data",
+        "check how the file was written",
+        written("empty.txt", ""),
+    ),
+    "too short a corpus": Mistake(
+        (*TRAIN, "--data", "short.txt"),
+        "2 tokens",
         "the 32 of one step",
         "more text",
-        written("empty.txt", ""),
+        written("short.txt", "a"),
+    ),
+    "missing weights that are not needed": Mistake(
+        (*TRAIN, "--init", "random", "--model", "gone"),
+        "no such folder",
+        "a Hugging Face model folder",
+        "leave --model out",
+    ),
+    "text instead of a plan": Mistake(
+        ("train", "readme.txt", *TRAIN[2:]),
+        "another file",
+        "a plan that",
+        "the folder of a model",
+        written("readme.txt", "hello world"),
     ),
     "corpus folder without text": Mistake(
         (*TRAIN, "--data", "tiny"), "a folder without data", "*.txt", "check the path"
@@ -487,6 +507,29 @@ MISTAKES = {
     ),
     "calibrate to a folder": Mistake(
         (*CALIBRATE, "--out", "corpus"), "a folder", "a file", "name a file in it"
+    ),
+    "calibrate over an earlier file": Mistake(
+        (*CALIBRATE, "--out", "hw.toml"),
+        "a file there already",
+        "no measurement is lost",
+        "another one with --out, or remove",
+        hardware(),
+    ),
+    "calibrate, shared over an earlier file": Mistake(
+        (*CALIBRATE, "--share", "hw.toml"),
+        "a file there already",
+        "no measurement is lost",
+        "another one with --share, or remove",
+        hardware(),
+    ),
+    "plan over another file": Mistake(
+        (*PLAN, "--out", "hw.toml"), "not a plan", "an earlier plan", "another file", hardware()
+    ),
+    "trace over another file": Mistake(
+        ("simulate", "plan.toml", "--trace", "plan.toml"),
+        "not a trace",
+        "an earlier trace",
+        "another file",
     ),
     "calibrate over no grid": Mistake(
         (*CALIBRATE, "--grid", "4by16"), "'4by16'", "BATCHxSEQUENCE", "--grid 4x1024"
