@@ -18,7 +18,7 @@ case "$1 $2" in
     touch "${@: -1}/pyvenv.cfg"
     ;;
 "-m pip") echo "called: pip" ;;
-*) [[ "$2" != *version_info[:2]* ]] || echo 3.12 ;;
+*) [[ "$2" != *print* ]] || echo 3.12 ;;
 esac
 """
 

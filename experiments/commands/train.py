@@ -438,7 +438,7 @@ def _run(
     ranks: Ranks | None = None,
 ) -> int:
     """Calls `_train`. After training has begun, an error of the user, of a path or of the disk
-    becomes a RunError.
+    becomes a RunError, which says how the run can be continued.
     """
     start = _Begun()
     try:
@@ -447,7 +447,10 @@ def _run(
         shown = error if isinstance(error, UserError) else path_error(error)
         if shown is None or not start.begun:
             raise
-        raise RunError(str(shown)) from None
+        leads = ranks is None or ranks.leads
+        kept = leads and (lock.folder / "config.toml").is_file()
+        state = f"; the run {how_it_stopped(lock.folder)}" if kept else ""
+        raise RunError(f"{shown}{state}") from None
 
 
 def _train(

@@ -147,7 +147,7 @@ def test_a_second_calibration_says_whether_it_agrees(
     assert "1 of 4 numbers agree" in noisy.out
     assert "norm 233057792: changed by +100.0 %, more than the spread of 4.0%" in noisy.out
     assert "the machine is noisy" in noisy.out
-    other = command(*words[:-1], "new/again.toml", "--again", "new/hardware.toml")
+    other = command(*words[:-1], "new/fourth.toml", "--again", "new/hardware.toml")
     assert other.status == 2
     assert "none of the numbers that this run measured" in other.err
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from megatrain.experiments.run_report import pictures
+from megatrain.runtime.files import model_files
 from megatrain.runtime.training import run_folder
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.schedule.plan import Plan
@@ -790,6 +791,15 @@ def picture_is_full(patched: pytest.MonkeyPatch) -> None:
     patched.setattr(pictures, "loss_png", fail)
 
 
+def model_is_full(patched: pytest.MonkeyPatch) -> None:
+    """Makes writing the trained model fail, after the last checkpoint."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    patched.setattr(model_files, "_write", fail)
+
+
 def folder_is_full(patched: pytest.MonkeyPatch) -> None:
     """Makes creating the run folder fail, before the training begins."""
 
@@ -801,11 +811,18 @@ def folder_is_full(patched: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("workplace", "with_pictures")
 @pytest.mark.parametrize(
-    ("fill", "status"), [(folder_is_full, 2), (metrics_are_full, 1), (picture_is_full, 1)]
+    ("fill", "status", "kept"),
+    [
+        (folder_is_full, 2, ""),
+        (metrics_are_full, 1, "; the run stopped before the first step; not saved; begin again"),
+        (picture_is_full, 1, "; the run stopped after step 2; saved; continue with: megatrain"),
+        (model_is_full, 1, "; the run stopped after step 2; saved; continue with: megatrain"),
+    ],
 )
 def test_a_full_disk_after_training_has_begun_is_a_failed_training(
     fill: Callable[[pytest.MonkeyPatch], None],
     status: int,
+    kept: str,
     command: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -814,6 +831,8 @@ def test_a_full_disk_after_training_has_begun_is_a_failed_training(
         outcome = command(*TRAIN)
     assert outcome.status == status
     check_line(outcome.err, Mistake((), "no space left on device", "a ", ""))
+    assert kept in outcome.err
+    assert "errno" not in outcome.err.lower()
 
 
 @pytest.mark.usefixtures("workplace")
