@@ -122,14 +122,16 @@ class OneLineParser(argparse.ArgumentParser):
 
     def _needed(self) -> str:
         """Returns the command with its required arguments only, such as `megatrain sweep MODEL
-        --hardware H --out DIR`.
+        --hardware H --out DIR`, and the words that a positional argument may be.
         """
-        words = [self.prog]
+        words, choices = [self.prog], ""
         for action in self._actions:
             if action.required:
                 name = str(action.metavar or action.dest.upper())
                 words.append(" ".join([*action.option_strings[:1], name]))
-        return " ".join(words)
+                if action.choices and not action.option_strings:
+                    choices += f", where {name} is one of {', '.join(map(str, action.choices))}"
+        return " ".join(words) + choices
 
     def _shown(self) -> list[str]:
         """Returns the options that the help shows."""
@@ -514,7 +516,7 @@ def add_device(parser: argparse.ArgumentParser) -> None:
         "--device",
         choices=("auto", "cuda", "cpu"),
         default="auto",
-        help="where to run: on the GPU, or on the CPU with a capped pool in RAM instead of GPU"
+        help="where to run: on the GPU, or on the CPU, with a part of the RAM in place of GPU"
         " memory (default: the GPU if there is one)",
     )
 

@@ -17,9 +17,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from megatrain.experiments.cli import options
 from megatrain.experiments.run_report import pictures
 from megatrain.runtime.files import model_files
 from megatrain.runtime.training import run_folder
+from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.schedule.timeline import Timeline
@@ -132,7 +134,8 @@ class Mistake(NamedTuple):
 
 
 MISTAKES = {
-    "no verb": Mistake((), "no VERB", "megatrain", "--help"),
+    "no verb": Mistake((), "no VERB", "VERB is one of check, plan, simulate", "--help"),
+    "no list": Mistake(("list",), "no WHAT", "WHAT is one of models, hardware", "list --help"),
     "unknown verb": Mistake(("chekc",), "'chekc'", "check, plan, simulate", "megatrain --help"),
     "unknown option": Mistake(
         (*CHECK, "--bacth", "3"), "--bacth", "megatrain check", "did you mean --batch?"
@@ -598,6 +601,29 @@ def test_a_mistake_gives_a_one_line_error_and_leaves_nothing(
     elif name not in ("weights are cut", "weights are gone"):
         assert outcome.out == ""
     assert files_in(workplace) == before
+
+
+@pytest.mark.parametrize(
+    ("kind", "earlier"),
+    [
+        (options.PLAN_FILE, b'# A plan.\nformat = 1\npolicy = "resident"\n'),
+        (options.TRACE_FILE, b'{"displayTimeUnit":"ms","traceEvents":[]}'),
+        (options.PAGE_FILE, b"<!doctype html>\n"),
+        (options.PICTURE_FILE, b"\x89PNG\r\n"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_only_a_file_of_the_same_kind_is_replaced(
+    kind: tuple[str, bytes], earlier: bytes, tmp_path: Path
+) -> None:
+    file = tmp_path / "file"
+    options.check_replaceable(file, kind)
+    for content in (earlier, b""):
+        file.write_bytes(content)
+        options.check_replaceable(file, kind)
+    file.write_bytes(b"name = 'a hardware file'\n")
+    with pytest.raises(UserError, match=f"found a file that is not a {kind[0]}"):
+        options.check_replaceable(file, kind)
 
 
 @pytest.mark.parametrize("words", [("simulate", "plan.toml"), TRAIN, PLAN_FROM], ids=" ".join)
