@@ -511,11 +511,11 @@ def _limits(
 ) -> tuple[int, int]:
     """Returns the bytes of device and host memory that plans can use on this machine.
 
-    On a CPU, both are parts of the same memory. Raises UserError if it has less than
-    `device_bytes`.
+    On a CPU, both are parts of the same memory. Raises UserError if `device_bytes` leave nothing of
+    it for the host, unless `host_bytes` are given.
     """
     device_limit, host = device_bytes or machine.usable_device_bytes(device), usable_host_bytes()
-    if device.type == "cuda":
+    if device.type == "cuda" or host_bytes:
         return device_limit, host_bytes or host
     if device_limit >= host:
         raise UserError(
@@ -524,7 +524,7 @@ def _limits(
             allowed=f"less than {format_bytes(host)}, because {WITHOUT_GPU}",
             fix="give less, or leave it out",
         )
-    return device_limit, host_bytes or host - device_limit
+    return device_limit, host - device_limit
 
 
 def _refuse_too_little_memory(
