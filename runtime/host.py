@@ -11,6 +11,10 @@ import psutil
 from megatrain.simulator.base.errors import UserError
 
 _SYSTEM_BYTES = 2**31
+RAM_AS_DEVICE = "RAM in place of GPU memory"
+"""What is named as the device of a machine that was measured without a GPU."""
+WITHOUT_GPU = "without a GPU, a part of the RAM stands in for GPU memory"
+"""A sentence for the user on what the device is on a CPU."""
 
 
 def cores() -> int:

@@ -10,7 +10,14 @@ import psutil
 import torch
 import transformers
 
-from megatrain.runtime.host import cores, host_bytes, processor, torchrun_variable
+from megatrain.runtime.host import (
+    RAM_AS_DEVICE,
+    cores,
+    host_bytes,
+    processor,
+    torchrun_variable,
+    usable_host_bytes,
+)
 from megatrain.simulator.base.errors import UserError
 
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -72,9 +79,11 @@ _SLACK = 0.04
 def usable_device_bytes(device: torch.device) -> int:
     """Returns the device memory in bytes that tensors can use: free memory plus memory that the
     allocator of this process holds, minus a reserve for kernels, libraries and fragmentation.
+
+    On a CPU, it is half of the memory that a plan may use. The other half is the host memory.
     """
     if device.type != "cuda":
-        return device_bytes(device)
+        return usable_host_bytes() // 2
     forget_device_memory(device)
     free, total = torch.cuda.mem_get_info(device)
     return int(free + torch.cuda.memory_reserved(device) - _SLACK * total)
@@ -109,7 +118,7 @@ def describe(device: torch.device) -> dict[str, object]:
         "device": (
             torch.cuda.get_device_name(device)
             if device.type == "cuda"
-            else f"{processor()}, memory pool as device"
+            else f"{processor()}, {RAM_AS_DEVICE}"
         ),
         "device_bytes": device_bytes(device),
         "processor": processor(),

@@ -74,13 +74,13 @@ def describe(parser: argparse.ArgumentParser) -> None:
         type=Path,
         required=True,
         metavar="HARDWARE",
-        help="the hardware file to write, e.g. hardware.toml",
+        help="the new hardware file, e.g. hardware.toml",
     )
     parser.add_argument(
         "--share",
         type=Path,
         metavar="FILE",
-        help="also write a small file for others: rates, the names of GPU and CPU, memory, date"
+        help="also write a small new file for others: rates, the names of GPU and CPU, memory, date"
         " and version, but no name of a person or a host, and no path",
     )
     parser.add_argument(
@@ -121,10 +121,10 @@ def run(args: argparse.Namespace) -> int:
     from megatrain.simulator.hardware.machine import HardwareSpec
     from megatrain.simulator.model.specs import ModelSpec
 
-    options.check_writable(args.out)
+    options.check_new_file(args.out, "--out")
     options.refuse_missing_gpu(args)
     if args.share:
-        options.check_writable(args.share)
+        options.check_new_file(args.share, "--share")
         _refuse_limits(args)
     if args.optimizer != "adamw":
         raise UserError(
@@ -193,6 +193,8 @@ def run(args: argparse.Namespace) -> int:
         with_kernel_for_sinks(work, models, device) for work in (workload, *points)
     )
     subject, *others = [Subject(model, config_of(model)) for model in models]
+    if note := options.note_on_cpu(device):
+        print(note, flush=True)
     began = time.monotonic()
     with measuring() as progress:
         hardware = calibrate(

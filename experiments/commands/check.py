@@ -85,7 +85,11 @@ def run(args: argparse.Namespace) -> int:
         json.dumps(from_options.as_json(verdict))
         if args.json
         else verdict_text.text(
-            verdict, layout.terminal_width(), why=args.why, commands=next_commands(asked, verdict)
+            verdict,
+            layout.terminal_width(),
+            why=args.why,
+            commands=next_commands(asked, verdict),
+            without_gpu=options.measured_without_gpu(hardware),
         )
     )
     return 0 if verdict.feasible else DoesNotFit.status

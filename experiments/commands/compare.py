@@ -85,7 +85,7 @@ def _several(folders: list[Path], picture: Path, *, as_json: bool) -> int:
     from megatrain.experiments.run_report.runs_picture import runs_png
     from megatrain.experiments.run_report.several_runs import format_runs, read_runs
 
-    options.check_writable(picture)
+    options.check_replaceable(picture, options.PICTURE_FILE)
     compared, runs = read_runs(folders)
     runs_png(picture, compared, runs)
     if as_json:

@@ -15,7 +15,6 @@ from megatrain.experiments.cli import options
 from megatrain.experiments.cli.verdict.layout import fitted
 from megatrain.runtime.data.rows.sources import EVALUATION_SPLITS, sources_at
 from megatrain.runtime.files.exported_models import model_to_evaluate
-from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.schedule.plan import Plan
 
 
@@ -50,13 +49,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if not (args.run / "config.toml").is_file():
-        raise UserError(
-            str(args.run),
-            found="no config.toml",
-            allowed="the folder of a run that has started",
-            fix="check the path",
-        )
+    options.refuse_no_run(args.run, "check the path")
     # These calls report a mistake before slow imports begin.
     options.refuse_missing_gpu(args)
     if args.model is None and Plan.load(args.run / "plan.toml").gpus == 1:

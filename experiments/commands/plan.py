@@ -72,7 +72,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
         type=Path,
         required=True,
         metavar="PLAN",
-        help="the plan file to write, e.g. plan.toml",
+        help="the plan file to write, e.g. plan.toml; an earlier plan there is replaced",
     )
 
 
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     if args.policy == "all":
         args.policy = "best"
     _refuse_contradictions(args)
-    options.check_writable(args.out)
+    options.check_replaceable(args.out, options.PLAN_FILE)
     choices, hardware = _changed(args) if args.source_plan else _chosen(args)
     best, names = choices[0], from_options.policies(args.policy)
     kernel_chosen = args.attention is None and not args.source_plan
@@ -105,7 +105,8 @@ def run(args: argparse.Namespace) -> int:
             keep_documents=args.documents is True,
         )
     width = layout.terminal_width()
-    report = verdict_text.text(verdict, width, why=args.why)
+    without_gpu = options.measured_without_gpu(hardware)
+    report = verdict_text.text(verdict, width, why=args.why, without_gpu=without_gpu)
     if len(choices) > 1:
         report += "\n\nThe best plan of each policy:\n" + policy_table.table(verdicts, width)
     if not best.feasible:
@@ -256,7 +257,6 @@ def _changed(args: argparse.Namespace) -> tuple[list[Choice], HardwareSpec]:
     from megatrain.experiments.sweep.grid import axis, changed
     from megatrain.simulator.costs import cost_model
     from megatrain.simulator.planner.search import assess
-    from megatrain.simulator.schedule.plan import Plan
 
     values: dict[str, Any] = {}
     for name, value in options.assignments(args.set, "KEY=VALUE", "checkpoint_interval=1"):
@@ -264,7 +264,7 @@ def _changed(args: argparse.Namespace) -> tuple[list[Choice], HardwareSpec]:
             values["gpus"] = options.whole("--set gpus")(value)
             continue
         key, (values[key],) = axis(name, [value], "--set")
-    plan = Plan.load(args.source_plan)
+    plan = options.plan_of(args.source_plan)
     hardware = options.hardware_of(args.source_plan, plan.hardware)
     folder, before = args.source_plan.parent, plan
     moved = {
@@ -273,8 +273,9 @@ def _changed(args: argparse.Namespace) -> tuple[list[Choice], HardwareSpec]:
         if os.path.exists(folder / name)
     }
     plan = msgspec.structs.replace(changed(plan, values), **moved)
-    _refuse_unread(plan, values)
-    choice = assess(plan, cost_model(hardware, plan.model, plan.workload, plan.gpus))
+    with options.naming(args.source_plan):
+        _refuse_unread(plan, values)
+        choice = assess(plan, cost_model(hardware, plan.model, plan.workload, plan.gpus))
     args.policy = plan.policy
     if before.prediction is not None:
         seconds = before.prediction.step_seconds

@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
 
     path: Path = args.out or args.run / "report.html"
     refuse_unmeasured(args.run)
-    options.check_writable(path)
+    options.check_replaceable(path, options.PAGE_FILE)
     compared = compare_run(args.run)
     write_page(compared, path)
     print(f"wrote {path}: open it in a browser; it needs no network")

@@ -31,14 +31,15 @@ def run(args: argparse.Namespace) -> int:
     from megatrain.simulator.planner.search import assess
     from megatrain.simulator.plots.perfetto import save_trace
     from megatrain.simulator.policies import evaluation, find, verified
-    from megatrain.simulator.schedule.plan import Plan
     from megatrain.simulator.verdict.verdict import summarize
 
     if args.trace:
-        options.check_writable(args.trace)
-    plan = Plan.load(args.plan)
+        options.check_replaceable(args.trace, options.TRACE_FILE)
+    plan = options.plan_of(args.plan)
     hardware = options.hardware_of(args.plan, plan.hardware)
-    schedule, costs = verified(plan), cost_model(hardware, plan.model, plan.workload, plan.gpus)
+    with options.naming(args.plan):
+        schedule = verified(plan)
+        costs = cost_model(hardware, plan.model, plan.workload, plan.gpus)
     timeline = simulate(schedule, costs)
     if args.trace:
         save_trace(args.trace, [timeline], schedule)

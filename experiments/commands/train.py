@@ -316,13 +316,9 @@ def places(args: argparse.Namespace) -> tuple[Path, Path]:
             allowed="one of the two",
             fix="leave one out",
         )
-    if args.resume is not None and not (args.resume / "config.toml").is_file():
-        raise UserError(
-            str(args.resume),
-            found="no config.toml",
-            allowed="the folder of a run that has started",
-            fix="start the run with --out",
-        )
+    if args.resume is not None:
+        fix = "check the path, or start a new run: `megatrain train MODEL --data DATA --out RUN`"
+        options.refuse_no_run(args.resume, fix)
     from megatrain.runtime.checkpoint.stored_steps import steps_to_export
 
     saved = args.resume and args.resume / "checkpoints"
@@ -407,6 +403,13 @@ def _lead(
     if args.out is None and args.resume is None:
         print(f"run folder: {folder}", flush=True)
     with lock:  # taken before slow imports, so a second run is refused at once
+        if args.resume is not None and not args.from_scratch:
+            # This comes before the data's files are listed, which may take seconds.
+            from megatrain.runtime.training.resumption import refuse_changed_run
+            from megatrain.simulator.schedule.plan import Plan
+
+            plan = Plan.load(plan_file or args.resume / "plan.toml")
+            refuse_changed_run(args.resume, plan, config, args.from_step or "newest")
         if plan_file is not None:
             check_training(plan_file, args.model, config)
         upload.check(args)
@@ -435,7 +438,7 @@ def _run(
     ranks: Ranks | None = None,
 ) -> int:
     """Calls `_train`. After training has begun, an error of the user, of a path or of the disk
-    becomes a RunError.
+    becomes a RunError, which says how the run can be continued.
     """
     start = _Begun()
     try:
@@ -444,7 +447,10 @@ def _run(
         shown = error if isinstance(error, UserError) else path_error(error)
         if shown is None or not start.begun:
             raise
-        raise RunError(str(shown)) from None
+        leads = ranks is None or ranks.leads
+        kept = leads and (lock.folder / "config.toml").is_file()
+        state = f"; the run {how_it_stopped(lock.folder)}" if kept else ""
+        raise RunError(f"{shown}{state}") from None
 
 
 def _train(

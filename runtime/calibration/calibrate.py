@@ -45,12 +45,13 @@ from megatrain.runtime.calibration.profile_steps import StepProfile, profile_ste
 from megatrain.runtime.calibration.timing import rounded
 from megatrain.runtime.execution.executor import lane_threads
 from megatrain.runtime.execution.preflight import preflight
-from megatrain.runtime.host import usable_host_bytes
+from megatrain.runtime.host import WITHOUT_GPU, usable_host_bytes
 from megatrain.runtime.memory.arenas import TORCH_DTYPE
 from megatrain.runtime.memory.process_memory import growth
 from megatrain.runtime.memory.reusable_pinned_pool import ReusablePinnedPool
 from megatrain.runtime.optimizer.settings import AdamW
-from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.errors import DoesNotFit, UserError
+from megatrain.simulator.base.units import format_bytes
 from megatrain.simulator.hardware.cost_table import (
     COMPUTE_KINDS,
     COPY_KINDS,
@@ -367,17 +368,16 @@ def calibrate(
         grid: Further workloads.
         others: Further models.
         host_bytes: Replaces the host memory that plans can use, in bytes.
-        device_bytes: Replaces the device memory that plans can use, in bytes.
+        device_bytes: Replaces the device memory that plans can use, in bytes. On a CPU, it is taken
+            from the host memory.
         state: A state format whose update on the host is measured, too.
         progress: Called with a description of each measurement before it starts.
 
     Raises:
         UserError: A model cannot be executed, or the first model does not fit even with few layers.
+            Nothing has been measured.
     """
-    limits = (
-        device_bytes or machine.usable_device_bytes(device),
-        host_bytes or usable_host_bytes(),
-    )
+    limits = _limits(device, device_bytes, host_bytes)
     workload, *grid = (
         msgspec.structs.replace(point, accumulation=1) for point in (workload, *grid)
     )
@@ -389,14 +389,15 @@ def calibrate(
     for measured in (subject, *others):
         plan = bench.plan("sequential", measured.model, workload)
         preflight(plan, AdamW(), device, schedule=lower(plan))
+    quick = msgspec.structs.replace(
+        workload,
+        batch=min(workload.batch, max(_QUICK_TOKENS // workload.sequence, 1)),
+        compiled=False,
+        fp8=None,
+    )
+    _refuse_too_little_memory(bench, model, quick, workload)
     with contextlib.ExitStack() as cleanup:
         cleanup.callback(bench.memory.free)
-        quick = msgspec.structs.replace(
-            workload,
-            batch=min(workload.batch, max(_QUICK_TOKENS // workload.sequence, 1)),
-            compiled=False,
-            fp8=None,
-        )
         twice = msgspec.structs.replace(quick, accumulation=2)
         each = [
             _host_bytes_of(bench.plan("sequential", measured.model.shortest(_LAYERS), twice))
@@ -503,6 +504,56 @@ def calibrate(
         thread_gb_per_s=rounded(rates.thread_bytes_per_s / 1e9),
         costs=table,
     )
+
+
+def _limits(
+    device: torch.device, device_bytes: int | None, host_bytes: int | None
+) -> tuple[int, int]:
+    """Returns the bytes of device and host memory that plans can use on this machine.
+
+    On a CPU, both are parts of the same memory. Raises UserError if `device_bytes` leave nothing of
+    it for the host, unless `host_bytes` are given.
+    """
+    device_limit, host = device_bytes or machine.usable_device_bytes(device), usable_host_bytes()
+    if device.type == "cuda" or host_bytes:
+        return device_limit, host_bytes or host
+    if device_limit >= host:
+        raise UserError(
+            "--device-memory",
+            found=format_bytes(device_limit),
+            allowed=f"less than {format_bytes(host)}, because {WITHOUT_GPU}",
+            fix="give less, or leave it out",
+        )
+    return device_limit, host - device_limit
+
+
+def _refuse_too_little_memory(
+    bench: _Bench, model: ModelSpec, quick: Workload, workload: Workload
+) -> None:
+    """Raises DoesNotFit if the pools of a plan that must run exceed a limit of `bench`."""
+    small = model.shortest(_LAYERS)
+    buffers = [
+        lower(bench.plan(policy, small, work)).buffers
+        for policy, work in (
+            ("sequential", msgspec.structs.replace(quick, accumulation=2)),
+            ("overlapped", msgspec.structs.replace(quick, clipping="update")),
+            ("double_buffer", workload),
+        )
+    ]
+    for place, limit in zip(("device", "host"), bench.limits, strict=True):
+        needed = max(
+            sum(each.allocated for each in pools if each.place == place and not each.dynamic)
+            for pools in buffers
+        )
+        if needed > limit:
+            raise DoesNotFit(
+                f"{place} memory",
+                found=format_bytes(limit),
+                allowed=f"at least {format_bytes(needed)}, because this machine is measured with"
+                f" {len(small.decoders)} layers of {model.name}",
+                fix=f"give more with --{place}-memory; or run `megatrain calibrate` without this"
+                " limit, and plan or train with its file (--hardware) and the limit",
+            )
 
 
 def _host_bytes_of(plan: Plan) -> int:

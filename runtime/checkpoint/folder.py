@@ -14,12 +14,12 @@ from megatrain.runtime.checkpoint.checkpoint import (
     REPLACED,
     check_sizes,
     put_back,
-    refuse_other_run,
     restore,
     save,
     verify,
 )
 from megatrain.runtime.checkpoint.manifest import Manifest, RunState
+from megatrain.runtime.checkpoint.same_run import refuse_other_run
 from megatrain.runtime.checkpoint.stored_steps import checkpoint_name, stored_steps
 from megatrain.runtime.execution.executor import Executor
 from megatrain.runtime.files.malformed_file import MalformedFile

@@ -1,19 +1,20 @@
 """RandomState: saves and restores the states of the global random generators of the process.
 
 Training uses separate generators, which are seeded for each step. But callbacks and modules may use
-the global generators.
+the global generators. PyTorch is imported only to take or put a state.
 """
 
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
-import torch
 
 from megatrain.simulator.base.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
 
 _WORDS = 624  # in the state of a Mersenne Twister
 
@@ -33,6 +34,9 @@ class RandomState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     @classmethod
     def take(cls, device: torch.device) -> RandomState:
         """Returns the current states. `device` is the training device."""
+        import numpy as np
+        import torch
+
         state: Any = np.random.get_state()  # noqa: NPY002 (what others may draw from)
         return cls(
             cpu=_bytes(torch.get_rng_state()),
@@ -51,6 +55,9 @@ class RandomState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """Sets the generators to these states. Does not change the generator of `device` if the
         states were saved on a device of another type. Raises UserError if a state is not valid.
         """
+        import numpy as np
+        import torch
+
         try:
             name, words, position, has_gauss, gauss = self.numpy
             # NumPy does not check this, and would read outside its array.
@@ -77,4 +84,6 @@ def _bytes(state: torch.Tensor) -> bytes:
 
 
 def _tensor(state: bytes) -> torch.Tensor:
+    import torch
+
     return torch.tensor(list(state), dtype=torch.uint8)

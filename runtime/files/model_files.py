@@ -510,7 +510,7 @@ def export(
     except OSError as error:
         raise UserError(
             str(folder),
-            found=str(error).lower(),
+            found=(error.strerror or str(error)).lower(),
             allowed="a disk with room",
             fix="free some space or name another folder",
         ) from None

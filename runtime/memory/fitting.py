@@ -73,16 +73,17 @@ def refuse_what_does_not_fit(
             )
 
 
-def little_memory_note(schedule: Schedule, free_bytes: int) -> str:
+def little_memory_note(schedule: Schedule, free_bytes: int, *, on_cpu: bool = False) -> str:
     """Returns a warning if the pools of `schedule` and loading need more host memory than
-    `free_bytes`, the host memory that is free now. Otherwise returns an empty string.
+    `free_bytes`, the host memory that is free now. Otherwise returns an empty string. With
+    `on_cpu`, the device pools are in host memory, too.
 
     This is a warning, not an error, because a virtual machine may get memory only when it uses it.
     """
     needed = LOADING_BYTES + sum(
         buffer.allocated
         for buffer in schedule.buffers
-        if buffer.place == "host" and not buffer.dynamic
+        if (on_cpu or buffer.place == "host") and not buffer.dynamic
     )
     if needed <= free_bytes:
         return ""

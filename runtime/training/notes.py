@@ -24,9 +24,13 @@ def epochs_note(steps: int, steps_per_epoch: float) -> str:
 
 
 def learning_rate_notes(config: Config) -> list[str]:
-    """Returns a line with the learning rate, and a warning if it is high for pretrained weights."""
+    """Returns a line with the learning rate, and a warning if it is 0, or high for pretrained
+    weights.
+    """
     rate = config.schedule.rate or 0
     notes = [f"learning rate {config.schedule}"]
+    if rate == 0:
+        notes.append("warning: a learning rate of 0 changes no weight; --lr sets another one")
     if rate > HIGHEST_PRETRAINED_RATE and config.training.init == "model":
         notes.append(
             f"warning: a learning rate of {format_rate(rate)} can destroy what"

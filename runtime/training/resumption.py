@@ -1,4 +1,4 @@
-"""settings_of: the settings that must not change when a run is resumed.
+"""The settings that must not change when a run is resumed. This module does not import PyTorch.
 
 The optimizer and the workload must not change either. A checkpoint stores them separately, so they
 are not included here.
@@ -6,12 +6,21 @@ are not included here.
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from megatrain.runtime.training.config import Config
-from megatrain.runtime.training.opening import BatchSource
+from megatrain.runtime.checkpoint.manifest import Manifest
+from megatrain.runtime.checkpoint.same_run import refuse_other_run
+from megatrain.runtime.checkpoint.stored_steps import checkpoint_name, stored_steps
+from megatrain.runtime.files.malformed_file import MalformedFile
+from megatrain.runtime.training.config import Config, checked
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.schedule.plan import Plan
+
+if TYPE_CHECKING:
+    from megatrain.runtime.training.opening import BatchSource
 
 _DATA_FIELDS = ("split", "columns", "loss", "evaluation_fraction", "evaluation_documents")
 
@@ -45,3 +54,51 @@ def settings_of(config: Config, data: BatchSource | None) -> dict[str, Any]:
         decays = config.schedule.kind != "constant"
         settings["training.steps"] = config.training.steps if decays else None
     return settings
+
+
+def refuse_done_steps(done: list[int], start: Literal["newest"] | int | None, steps: int) -> None:
+    """Raises UserError if the checkpoint to continue from is after the last step.
+
+    Args:
+        done: the steps of the run's checkpoints, in ascending order.
+        start: the checkpoint to continue from, or None for a run that begins at step 1.
+        steps: the last step of the training, or 0 if it is not known yet.
+    """
+    least = done[-1] if done and start == "newest" else start
+    if done and steps and isinstance(least, int) and least > steps:
+        raise UserError(
+            "training: steps",
+            found=steps,
+            allowed=f">= {least}, since that many steps are done already",
+            fix=f"train to a step after {least}",
+        )
+
+
+def refuse_changed_run(
+    run: Path, plan: Plan, config: Config, start: Literal["newest"] | int
+) -> None:
+    """Raises UserError if `plan` or `config` do not continue the run in the folder `run`.
+
+    Only what is known before the data is read is compared. A damaged checkpoint is ignored here:
+    the trainer reports it, with the newest undamaged one.
+
+    Args:
+        run: the folder of the run.
+        plan: the plan under which it is to continue.
+        config: the settings with which it is to continue.
+        start: the checkpoint to continue from.
+    """
+    config = checked(config)
+    done = stored_steps(run / "checkpoints")
+    refuse_done_steps(done, start, config.training.steps)
+    step = done[-1] if done and start == "newest" else start
+    if step not in done:
+        return
+    folder = run / "checkpoints" / checkpoint_name(step)
+    try:
+        manifest = Manifest.load(folder)
+    except MalformedFile:
+        return
+    refuse_other_run(
+        manifest, plan, config.optimizer, settings_of(config, None), folder, known=False
+    )

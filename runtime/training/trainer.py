@@ -20,9 +20,10 @@ import msgspec
 import torch
 
 from megatrain.runtime.batch import Batch
-from megatrain.runtime.checkpoint.checkpoint import CheckpointError, checkpoint_bytes, is_longer
+from megatrain.runtime.checkpoint.checkpoint import CheckpointError, checkpoint_bytes
 from megatrain.runtime.checkpoint.folder import Checkpoints
 from megatrain.runtime.checkpoint.manifest import RunState
+from megatrain.runtime.checkpoint.same_run import is_longer
 from megatrain.runtime.data.corpus.corpus import Corpus
 from megatrain.runtime.data.rows.sources import pinned
 from megatrain.runtime.data.summary import DataSummary
@@ -63,7 +64,7 @@ from megatrain.runtime.training.opening import (
     refuse_packing,
 )
 from megatrain.runtime.training.progress import Progress
-from megatrain.runtime.training.resumption import settings_of
+from megatrain.runtime.training.resumption import refuse_done_steps, settings_of
 from megatrain.runtime.training.run_folder import RunFolder
 from megatrain.runtime.training.run_lock import RunLock
 from megatrain.runtime.training.stopped_run import command_to_continue, no_checkpoint
@@ -367,7 +368,8 @@ class Trainer(TrainingRun):
         self._refuse_another_run(self._settings, known=True)
         if note := not_trained(self.folder, self.exported_config):
             self._notes.append(note)
-        if note := little_memory_note(self.schedule, free_host_bytes() // self.plan.gpus):
+        free, on_cpu = free_host_bytes() // self.plan.gpus, self.device.type != "cuda"
+        if note := little_memory_note(self.schedule, free, on_cpu=on_cpu):
             self._notes.append(note)
         return data, held_out
 
@@ -433,16 +435,9 @@ class Trainer(TrainingRun):
 
     def _refuse_steps_that_are_done(self) -> None:
         """Raises UserError if the checkpoint to continue from is after the last step."""
-        start, steps = self._start, self.config.training.steps
+        start = self._start
         done = self._checkpoints.steps() if self._checkpoints and start is not None else []
-        least = done[-1] if done and start == "newest" else start
-        if done and steps and isinstance(least, int) and least > steps:
-            raise UserError(
-                "training: steps",
-                found=steps,
-                allowed=f">= {least}, since that many steps are done already",
-                fix=f"train to a step after {least}",
-            )
+        refuse_done_steps(done, start, self.config.training.steps)
 
     def _refuse_another_run(self, settings: Mapping[str, Any], *, known: bool) -> None:
         """Raises UserError if the run to resume was started with other settings.

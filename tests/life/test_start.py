@@ -46,7 +46,10 @@ def test_a_run_killed_between_its_first_files_can_be_started_again(
     assert [name for name in STARTED if (workplace / "run" / name).exists()] == list(
         STARTED[: file - 1]
     )
-    assert "fix: start the run with --out" in driver.run(workplace, *RESUME).refusal
+    assert (
+        "or start a new run: `megatrain train MODEL --data DATA --out RUN`"
+        in driver.run(workplace, *RESUME).refusal
+    )
     ended = driver.run(workplace, *NEW, "--out", "run")
     assert ended.status == 0, ended.text
     assert leftovers(workplace) == []

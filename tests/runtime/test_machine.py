@@ -60,7 +60,7 @@ def test_only_a_gpu_is_described_with_a_version_of_cuda(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
     monkeypatch.setattr(machine, "device_bytes", lambda _: 2**37)
     cpu, gpu = (machine.describe(torch.device(kind)) for kind in ("cpu", "cuda"))
-    assert str(cpu["device"]).endswith(", memory pool as device")
+    assert str(cpu["device"]).endswith(", RAM in place of GPU memory")
     assert "cuda" not in cpu
     assert (gpu["device"], gpu["cuda"]) == ("NVIDIA H200", "13.0")
 

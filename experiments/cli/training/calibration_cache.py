@@ -64,6 +64,8 @@ def calibration(
         print(fitted(f"this machine's calibration: {file}"), flush=True)
         return file
     options.check_writable(file)
+    if note := options.note_on_cpu(device):
+        print(fitted(note), flush=True)
     print(fitted(f"this machine is measured once for {model.name}, about a minute"), flush=True)
     with measuring() as progress:
         hardware = calibrate(

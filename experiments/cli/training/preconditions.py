@@ -6,8 +6,10 @@ first. Mistakes in the contents of the model and of the data are reported later.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+from megatrain.experiments.cli import options
 from megatrain.runtime.training.config import Config
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import printable
@@ -27,10 +29,27 @@ def check_training(plan_file: Path, model: str | None, config: Config) -> None:
     from megatrain.simulator.schedule.plan import Plan
 
     plan = Plan.load(plan_file)
-    refuse_unsupported(plan.model, plan.workload)
-    executable(plan)
+    with options.naming(plan_file):
+        refuse_unsupported(plan.model, plan.workload)
+        executable(plan)
+    refuse_missing_weights(model)
     relative = plan_file.parent / plan.source
     check_inputs(model or str(relative if relative.exists() else plan.source), config)
+
+
+def refuse_missing_weights(model: str | None) -> None:
+    """Raises UserError if `--model` names no folder and cannot be a name on the hub. Random initial
+    weights need no model, but a wrong name is still a mistake.
+    """
+    from megatrain.runtime.files.model_source import hub_name
+
+    if model is not None and not hub_name(model) and not os.path.isdir(model):
+        raise UserError(
+            f"--model {model}",
+            found="no such folder",
+            allowed="a Hugging Face model folder, or a name on the hub such as org/name",
+            fix="correct the path or the name, or leave --model out",
+        )
 
 
 def check_inputs(source: str, config: Config) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatrain.experiments.cli import options
-from megatrain.experiments.cli.training.preconditions import check_inputs
+from megatrain.experiments.cli.training.preconditions import check_inputs, refuse_missing_weights
 from megatrain.experiments.cli.verdict import layout
 from megatrain.experiments.cli.verdict.layout import fitted
 from megatrain.runtime.files.model_source import hub_name
@@ -118,12 +118,11 @@ def refuse_missing_model(args: argparse.Namespace) -> None:
     wrong name.
     """
     from megatrain.simulator.model.specs import ModelSpec
-    from megatrain.simulator.schedule.plan import Plan
 
     if args.plan is None:
         return
     if not names_model(args):
-        Plan.load(args.plan)
+        options.plan_of(args.plan)
     elif not hub_name(str(args.plan)):
         ModelSpec.load(str(args.plan))
 
@@ -180,6 +179,7 @@ def check(args: argparse.Namespace, config: Config) -> None:
             fix="name a folder with weights or the model on the hub, like org/name, or pass --init"
             " random to begin with random weights",
         )
+    refuse_missing_weights(args.model)
     check_inputs(args.model or name, config)
 
 
@@ -423,11 +423,20 @@ def _show(best: Choice, hardware: HardwareSpec, steps: int, *, kernel_chosen: bo
                 f" {format_seconds(seconds)} a step (policy {verdict.policy})"
             )
         )
+    without_gpu = options.measured_without_gpu(hardware)
     sizes = [
         f"{format_bytes(peak)} of {format_bytes(limit)} {place}"
         for place, peak, limit in (
-            ("device", verdict.device_peak_bytes, verdict.device_limit_bytes),
-            ("host", verdict.host_peak_bytes, verdict.host_limit_bytes),
+            (
+                "RAM in place of VRAM" if without_gpu else "VRAM",
+                verdict.device_peak_bytes,
+                verdict.device_limit_bytes,
+            ),
+            (
+                "other RAM" if without_gpu else "RAM",
+                verdict.host_peak_bytes,
+                verdict.host_limit_bytes,
+            ),
         )
     ]
     print(fitted(f"memory: {', '.join(sizes)}"))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from megatrain.experiments.cli.verdict import layout
 from megatrain.experiments.cli.verdict.layout import labelled
 from megatrain.experiments.cli.verdict.reasons import rates_source, reasons
+from megatrain.runtime.host import WITHOUT_GPU
 from megatrain.simulator.base.units import format_bytes, parse_bytes
 from megatrain.simulator.model.attention_kernel import is_deterministic
 from megatrain.simulator.model.optimizer import ADAMW
@@ -51,6 +52,7 @@ def text(
     *,
     why: bool = False,
     commands: Sequence[tuple[list[str], str]] = (),
+    without_gpu: bool = False,
 ) -> str:
     """Returns the report on one plan, wrapped at `width` columns.
 
@@ -59,6 +61,7 @@ def text(
         width: The maximum number of columns, which only a longer word exceeds.
         why: Whether to add the reasons: placement, knobs, runner-up and bounds.
         commands: The suggested commands: the words of each, and a phrase on what it does.
+        without_gpu: Whether the machine was measured without a GPU.
     """
     lines = [*heading(verdict, width), ""]
     if verdict.feasible:
@@ -66,7 +69,8 @@ def text(
     lines += memory(verdict, width)
     if verdict.feasible and verdict.step_shares:
         lines += labelled("Step", shares(verdict), width)
-    lines += [line for note in notes(verdict) for line in labelled("Note", note, width)]
+    facts = [WITHOUT_GPU, *notes(verdict)] if without_gpu else notes(verdict)
+    lines += [line for note in facts for line in labelled("Note", note, width)]
     more = labelled("Room", room(verdict), width) + _advice(verdict, width)
     lines += ["", *more] if more else []
     if verdict.multi_gpu and (verdict.feasible or verdict.multi_gpu.feasible):

@@ -179,6 +179,8 @@ def sources_at(
             "data", found="no path", allowed="a file or a folder", fix="name one with --data"
         )
     sources = [_source(weighted_path(text).path, splits, named=named) for text in paths]
+    for source in sources:
+        _refuse_empty(source)
     counts = Counter(
         file for source in sources for file in {file.resolve() for file in source.files}
     )
@@ -190,6 +192,18 @@ def sources_at(
             fix=f"give it a weight: {repeated.name}:{counts[repeated]}",
         )
     return sources
+
+
+def _refuse_empty(source: DataSource) -> None:
+    """Raises UserError if no file of `source` has a byte."""
+    if source.files and not any(file.stat().st_size for file in source.files):
+        one = len(source.files) == 1
+        raise UserError(
+            f"data {source.path}",
+            found="an empty file" if one else f"{len(source.files)} empty files",
+            allowed="files with data",
+            fix="check how the file was written" if one else "check how the files were written",
+        )
 
 
 def hub_data(path: str | Path) -> HubData | None:

@@ -142,12 +142,12 @@ def test_a_second_calibration_says_whether_it_agrees(
     again = command(*words[:-1], "new/again.toml", "--again", "new/hardware.toml")
     assert again.status == 0
     assert "4 of 4 numbers agree with new/hardware.toml within their spreads" in again.out
-    noisy = command(*words[:-1], "new/again.toml", "--again", "new/hardware.toml")
+    noisy = command(*words[:-1], "new/third.toml", "--again", "new/hardware.toml")
     assert noisy.status == 1
     assert "1 of 4 numbers agree" in noisy.out
     assert "norm 233057792: changed by +100.0 %, more than the spread of 4.0%" in noisy.out
     assert "the machine is noisy" in noisy.out
-    other = command(*words[:-1], "new/again.toml", "--again", "new/hardware.toml")
+    other = command(*words[:-1], "new/fourth.toml", "--again", "new/hardware.toml")
     assert other.status == 2
     assert "none of the numbers that this run measured" in other.err
 
@@ -223,7 +223,7 @@ def test_a_named_model_is_measured_with_a_workload_that_suits_the_machine(
     assert outcome.status == 0, outcome.err
     assert [(work.batch, work.sequence, work.dtype) for work in calls] == points
     assert said in outcome.out
-    assert outcome.out.startswith("micro-batches of " if said else "wrote")
+    assert outcome.out.startswith("micro-batches of " if said else "without a GPU, ")
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from megatrain.experiments.cli import options
 from megatrain.experiments.run_report import pictures
+from megatrain.runtime.files import model_files
 from megatrain.runtime.training import run_folder
+from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.schedule.timeline import Timeline
@@ -49,6 +52,7 @@ CALIBRATE = (
     "--out",
     "new.toml",
 )
+PLAN_FROM = ("plan", "--from", "plan.toml", "--out", "new.toml")
 LONG = "a" * 300
 
 
@@ -130,7 +134,8 @@ class Mistake(NamedTuple):
 
 
 MISTAKES = {
-    "no verb": Mistake((), "no VERB", "megatrain", "--help"),
+    "no verb": Mistake((), "no VERB", "VERB is one of check, plan, simulate", "--help"),
+    "no list": Mistake(("list",), "no WHAT", "WHAT is one of models, hardware", "list --help"),
     "unknown verb": Mistake(("chekc",), "'chekc'", "check, plan, simulate", "megatrain --help"),
     "unknown option": Mistake(
         (*CHECK, "--bacth", "3"), "--bacth", "megatrain check", "did you mean --batch?"
@@ -198,7 +203,7 @@ MISTAKES = {
     "negative rate by its other name": Mistake(
         (*TRAIN, "--rate", "-1"), "'-1'", ">= 0", "--lr 1e-5"
     ),
-    "no epoch": Mistake((*TRAIN, "--epochs", "0"), "'0'", ">= 1e-06", "such a number"),
+    "no epoch": Mistake((*TRAIN, "--epochs", "0"), "'0'", "above 0", "--epochs 1"),
     "steps and epochs": Mistake(
         (*TRAIN, "--steps", "5", "--epochs", "1"), "both steps and epochs", "one of", "set steps"
     ),
@@ -309,7 +314,48 @@ MISTAKES = {
         "another path",
     ),
     "missing plan": Mistake(
-        ("simulate", "gone.toml"), "no such file", "readable", "name an existing file"
+        ("simulate", "gone.toml"), "no such file", "`megatrain plan` wrote", "check the path"
+    ),
+    "folder instead of a plan": Mistake(
+        ("simulate", "corpus"), "a folder", "`megatrain plan` wrote", "name a plan"
+    ),
+    "folder of a model instead of a plan": Mistake(
+        ("simulate", "tiny"),
+        "the folder of a model",
+        "a plan that",
+        "`megatrain plan tiny --hardware H --out plan.toml`",
+    ),
+    "folder with a plan instead of a plan": Mistake(
+        ("simulate", "."), "a folder with a plan in it", "a plan that", "name the plan, plan.toml"
+    ),
+    "model instead of a plan": Mistake(
+        ("simulate", "tiny/config.json"), "a JSON file", "a plan that", "make a plan first"
+    ),
+    "hardware file instead of a plan": Mistake(
+        ("train", "hw.toml", *TRAIN[2:]),
+        "a hardware file",
+        "a plan that",
+        "--hardware hw.toml",
+        hardware(),
+    ),
+    "no plan to change": Mistake(
+        ("plan", "--from", "gone.toml", "--out", "new.toml"),
+        "no such file",
+        "`megatrain plan` wrote",
+        "check the path",
+    ),
+    "no run to resume": Mistake(
+        ("train", "--resume", "gone"), "no such folder", "a run that has started", "check the path"
+    ),
+    "file instead of a run": Mistake(
+        ("train", "--resume", "plan.toml"), "a file, not a folder", "a run", "start a new run"
+    ),
+    "folder of a run instead of the run": Mistake(
+        ("train", "--resume", "runs"),
+        "a folder without config.toml",
+        "a run that has started",
+        "name the run, runs/first",
+        written("runs/first/config.toml", ""),
     ),
     "binary plan": Mistake(
         ("simulate", "plan.toml"),
@@ -365,9 +411,9 @@ MISTAKES = {
     ),
     "plan for missing hardware": Mistake(
         ("simulate", "plan.toml"),
-        "no such file",
-        "readable",
-        "existing",
+        "gone.toml, but there is no file gone.toml",
+        "`megatrain calibrate` wrote",
+        "correct the path in the plan",
         edited("plan.toml", ('hardware = "h200"', 'hardware = "gone.toml"')),
     ),
     "device too small for the plan": Mistake(
@@ -417,10 +463,30 @@ MISTAKES = {
     ),
     "empty corpus": Mistake(
         (*TRAIN, "--data", "empty.txt"),
-        "1 tokens",
+        "an empty file",
+        "files with data",
+        "check how the file was written",
+        written("empty.txt", ""),
+    ),
+    "too short a corpus": Mistake(
+        (*TRAIN, "--data", "short.txt"),
+        "2 tokens",
         "the 32 of one step",
         "more text",
-        written("empty.txt", ""),
+        written("short.txt", "a"),
+    ),
+    "missing weights that are not needed": Mistake(
+        (*TRAIN, "--init", "random", "--model", "gone"),
+        "no such folder",
+        "a Hugging Face model folder",
+        "leave --model out",
+    ),
+    "text instead of a plan": Mistake(
+        ("train", "readme.txt", *TRAIN[2:]),
+        "another file",
+        "a plan that",
+        "the folder of a model",
+        written("readme.txt", "hello world"),
     ),
     "corpus folder without text": Mistake(
         (*TRAIN, "--data", "tiny"), "a folder without data", "*.txt", "check the path"
@@ -445,6 +511,29 @@ MISTAKES = {
     ),
     "calibrate to a folder": Mistake(
         (*CALIBRATE, "--out", "corpus"), "a folder", "a file", "name a file in it"
+    ),
+    "calibrate over an earlier file": Mistake(
+        (*CALIBRATE, "--out", "hw.toml"),
+        "a file there already",
+        "no measurement is lost",
+        "another one with --out, or remove",
+        hardware(),
+    ),
+    "calibrate, shared over an earlier file": Mistake(
+        (*CALIBRATE, "--share", "hw.toml"),
+        "a file there already",
+        "no measurement is lost",
+        "another one with --share, or remove",
+        hardware(),
+    ),
+    "plan over another file": Mistake(
+        (*PLAN, "--out", "hw.toml"), "not a plan", "an earlier plan", "another file", hardware()
+    ),
+    "trace over another file": Mistake(
+        ("simulate", "plan.toml", "--trace", "plan.toml"),
+        "not a trace",
+        "an earlier trace",
+        "another file",
     ),
     "calibrate over no grid": Mistake(
         (*CALIBRATE, "--grid", "4by16"), "'4by16'", "BATCHxSEQUENCE", "--grid 4x1024"
@@ -512,6 +601,55 @@ def test_a_mistake_gives_a_one_line_error_and_leaves_nothing(
     elif name not in ("weights are cut", "weights are gone"):
         assert outcome.out == ""
     assert files_in(workplace) == before
+
+
+@pytest.mark.parametrize(
+    ("kind", "earlier"),
+    [
+        (options.PLAN_FILE, b'# A plan.\nformat = 1\npolicy = "resident"\n'),
+        (options.TRACE_FILE, b'{"displayTimeUnit":"ms","traceEvents":[]}'),
+        (options.PAGE_FILE, b"<!doctype html>\n"),
+        (options.PICTURE_FILE, b"\x89PNG\r\n"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_only_a_file_of_the_same_kind_is_replaced(
+    kind: tuple[str, bytes], earlier: bytes, tmp_path: Path
+) -> None:
+    file = tmp_path / "file"
+    options.check_replaceable(file, kind)
+    for content in (earlier, b""):
+        file.write_bytes(content)
+        options.check_replaceable(file, kind)
+    file.write_bytes(b"name = 'a hardware file'\n")
+    with pytest.raises(UserError, match=f"found a file that is not a {kind[0]}"):
+        options.check_replaceable(file, kind)
+
+
+@pytest.mark.parametrize("words", [("simulate", "plan.toml"), TRAIN, PLAN_FROM], ids=" ".join)
+@pytest.mark.parametrize(
+    "change",
+    [
+        ('digest = "', 'digest = "0'),
+        ('"double_buffer"', '"zigzag"'),
+        ("weight_slots = 2", "weight_slots = 0"),
+        ("batch = 2", 'batch = "two"'),
+        ("format = 1", "format = 2"),
+    ],
+    ids=lambda change: str(change[1]),
+)
+@pytest.mark.usefixtures("workplace")
+def test_a_mistake_in_a_plan_names_its_file(
+    words: tuple[str, ...], change: tuple[str, str], command: Any
+) -> None:
+    edited("plan.toml", change)()
+    outcome = command(*words)
+    if words == PLAN_FROM and "digest" in change[0]:
+        assert outcome.status == 0  # the command writes the right digest
+    else:
+        assert outcome.status == 2
+        assert outcome.err.startswith("megatrain: plan.toml: ")
+        assert outcome.err.count("plan.toml") == 1
 
 
 @pytest.mark.parametrize(
@@ -679,6 +817,15 @@ def picture_is_full(patched: pytest.MonkeyPatch) -> None:
     patched.setattr(pictures, "loss_png", fail)
 
 
+def model_is_full(patched: pytest.MonkeyPatch) -> None:
+    """Makes writing the trained model fail, after the last checkpoint."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    patched.setattr(model_files, "_write", fail)
+
+
 def folder_is_full(patched: pytest.MonkeyPatch) -> None:
     """Makes creating the run folder fail, before the training begins."""
 
@@ -690,11 +837,18 @@ def folder_is_full(patched: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("workplace", "with_pictures")
 @pytest.mark.parametrize(
-    ("fill", "status"), [(folder_is_full, 2), (metrics_are_full, 1), (picture_is_full, 1)]
+    ("fill", "status", "kept"),
+    [
+        (folder_is_full, 2, ""),
+        (metrics_are_full, 1, "; the run stopped before the first step; not saved; begin again"),
+        (picture_is_full, 1, "; the run stopped after step 2; saved; continue with: megatrain"),
+        (model_is_full, 1, "; the run stopped after step 2; saved; continue with: megatrain"),
+    ],
 )
 def test_a_full_disk_after_training_has_begun_is_a_failed_training(
     fill: Callable[[pytest.MonkeyPatch], None],
     status: int,
+    kept: str,
     command: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -703,6 +857,8 @@ def test_a_full_disk_after_training_has_begun_is_a_failed_training(
         outcome = command(*TRAIN)
     assert outcome.status == status
     check_line(outcome.err, Mistake((), "no space left on device", "a ", ""))
+    assert kept in outcome.err
+    assert "errno" not in outcome.err.lower()
 
 
 @pytest.mark.usefixtures("workplace")

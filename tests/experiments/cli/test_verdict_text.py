@@ -426,6 +426,12 @@ def test_a_verdict_on_unknown_memory_names_its_condition() -> None:
     assert ", if " not in flat(verdict_text.text(FITS))
 
 
+def test_a_machine_without_a_gpu_says_what_its_vram_is() -> None:
+    sentence = "Note without a GPU, a part of the RAM stands in for GPU memory "
+    assert sentence in flat(verdict_text.text(FITS, without_gpu=True))
+    assert sentence not in flat(verdict_text.text(FITS))
+
+
 def test_layers_that_are_not_compiled_are_a_note() -> None:
     note = "3 of 4 layers are not compiled, since layers with linear attention always run eagerly"
     eager = msgspec.structs.replace(FITS, eager=note)

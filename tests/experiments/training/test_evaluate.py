@@ -102,4 +102,4 @@ def test_a_run_without_a_model_says_how_to_export_one(
     outcome = command("eval", run, "--data", "corpus", "--device", "cpu")
     assert f"{run}: found a run on 2 GPUs; allowed: a run on one GPU" in outcome.err
     outcome = command("eval", "corpus", "--data", "corpus")
-    assert "corpus: found no config.toml" in outcome.err
+    assert "corpus: found a folder without config.toml" in outcome.err

@@ -210,9 +210,36 @@ def test_another_run_s_settings_are_refused_by_name(command: Command, files_in: 
         assert files_in(Path("run")) == before
     Path("empty").mkdir()
     assert (
-        "empty: found no config.toml; allowed: the folder of a run that has started"
+        "empty: found a folder without config.toml, so no run; allowed: the folder of a run"
         in command("train", "--resume", "empty", "--device", "cpu").err
     )
+
+
+@pytest.mark.usefixtures("workplace")
+def test_changed_settings_are_refused_before_torch_is_loaded(command: Command) -> None:
+    """Loading torch and transformers takes up to half a minute, and so may listing the data."""
+    good(command(*NEW, "--steps", 2, "--out", "run"))
+    program = (
+        "import sys\nfrom megatrain.experiments.cli import main as cli\nstatus ="
+        " cli.main(sys.argv[1:])\nheavy = [name for name in ('torch', 'transformers') if name in"
+        " sys.modules]\nsys.exit(f'{status} {heavy}')"
+    )
+    shutil.rmtree("corpus")
+    for words, message in (
+        (("--steps", "1"), "training: steps: found 1"),
+        (("--lr", "1e-3"), "schedule.rate 0.003 in the checkpoint and 0.001"),
+        (("--seed", "1"), "training.seed 0 in the checkpoint and 1"),
+        (("--weight-decay", "0.1"), "optimizer.weight_decay 0.0 in the checkpoint and 0.1"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", program, "train", "--resume", "run", *words],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        error, loaded = done.stderr.splitlines()
+        assert message in error
+        assert loaded == "2 []"
 
 
 @pytest.mark.usefixtures("workplace")

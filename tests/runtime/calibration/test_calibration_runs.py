@@ -21,7 +21,7 @@ from megatrain.runtime.calibration.measured_costs import OPTIMIZER_KINDS
 from megatrain.runtime.calibration.microbenchmarks import MeasuredRates
 from megatrain.runtime.calibration.profile_steps import StepProfile
 from megatrain.runtime.layers.functional_layers import config_of
-from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.errors import DoesNotFit, UserError
 from megatrain.simulator.hardware.cost_table import FixedCosts
 from megatrain.simulator.hardware.machine import (
     ATTENTION_EFFICIENCY,
@@ -191,9 +191,23 @@ def test_memory_is_that_of_the_machine_unless_the_user_names_it(
     monkeypatch.setattr(module.machine, "usable_device_bytes", lambda _: 2**30)
     monkeypatch.setattr(module, "usable_host_bytes", lambda: 2**31)
     found = calibration.run(host_bytes=None, device_bytes=None)
-    assert (found.device_bytes, found.host_bytes) == (2**30, 2**31)
+    assert (found.device_bytes, found.host_bytes) == (2**30, 2**30), "parts of one memory"
+    found = calibration.run(host_bytes=None, device_bytes=2**29)
+    assert (found.device_bytes, found.host_bytes) == (2**29, 2**31 - 2**29)
+    with pytest.raises(UserError, match=r"--device-memory: found 2\.00 GiB; allowed: less"):
+        calibration.run(host_bytes=None, device_bytes=2**31)
     found = calibration.run(host_bytes=2**29, device_bytes=2**28)
     assert (found.device_bytes, found.host_bytes) == (2**28, 2**29)
+
+
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_too_little_memory_is_refused_before_anything_is_measured(
+    calibration: Calibration, place: str
+) -> None:
+    message = rf"{place} memory: found 1\.00 KiB; allowed: at least .* with 3 layers of .*;"
+    with pytest.raises(DoesNotFit, match=rf"{message} fix: give more with --{place}-memory; or"):
+        calibration.run(**{f"{place}_bytes": 1024})
+    assert calibration.quick == []
 
 
 def test_numbers_of_the_machine_are_in_the_units_of_their_names(calibration: Calibration) -> None:

@@ -19,9 +19,10 @@ import xxhash
 from small_runs import SETTINGS, everything, run_of
 
 from megatrain.runtime.checkpoint import checkpoint
-from megatrain.runtime.checkpoint.checkpoint import refuse_other_run, verify
+from megatrain.runtime.checkpoint.checkpoint import verify
 from megatrain.runtime.checkpoint.folder import Checkpoints
 from megatrain.runtime.checkpoint.manifest import Manifest
+from megatrain.runtime.checkpoint.same_run import refuse_other_run
 from megatrain.runtime.files.malformed_file import MalformedFile
 from megatrain.runtime.files.tensor_stream import TensorSource, write_tensors
 from megatrain.runtime.optimizer.settings import AdamW

@@ -78,9 +78,12 @@ def test_an_unreadable_path_gives_a_one_line_error(tmp_path: Path) -> None:
         read(tmp_path / "nowhere")
     with pytest.raises(UserError, match="found a folder without data"):
         read(tmp_path)
-    (tmp_path / "empty.txt").touch()
+    (tmp_path / "text.txt").touch()
+    with pytest.raises(UserError, match="found an empty file; allowed: files with data; fix: "):
+        read(tmp_path)
+    (tmp_path / "text.txt").write_text("a")
     with pytest.raises(
-        UserError, match="found 1 tokens; allowed: at least the 49 of one step; fix: give more text"
+        UserError, match="found 2 tokens; allowed: at least the 49 of one step; fix: give more text"
     ):
         read(tmp_path)
 

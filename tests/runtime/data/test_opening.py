@@ -169,7 +169,7 @@ def test_strict_stops_at_the_first_bad_row(
 @pytest.mark.parametrize(
     ("rows", "reason"),
     [
-        ([], "found no rows"),
+        ([], "found an empty file; allowed: files with data"),
         (["", ""], "found no rows"),
         ([{"text": ""}], "found no text"),
         (["{"], r"found no row that can be read, the first .*rows\.jsonl:1: invalid JSON"),

@@ -90,3 +90,6 @@ def test_a_note_says_that_less_memory_is_free_than_the_pools_need(
         r" plan with --host-memory \d+GiB, or the system may end this run",
         little_memory_note(lower(plan), needed - 1),
     )
+    everything = pools(plan, "device") + needed
+    assert little_memory_note(lower(plan), everything, on_cpu=True) == ""
+    assert little_memory_note(lower(plan), everything - 1, on_cpu=True)

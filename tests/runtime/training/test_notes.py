@@ -30,6 +30,13 @@ def test_rates_above_1e_4_are_warned_of_with_pretrained_weights(
         assert others[0].endswith("usual is 1e-5 to 2e-5")
 
 
+def test_a_rate_of_zero_is_allowed_and_warned_of() -> None:
+    config = Config(training=TrainingSettings(steps=100), schedule=LearningRate(rate=0.0))
+    assert learning_rate_notes(config)[1:] == [
+        "warning: a learning rate of 0 changes no weight; --lr sets another one"
+    ]
+
+
 @pytest.mark.parametrize(
     ("free", "saved", "warned"), [(400, 0, False), (399, 0, True), (200, 2, False), (199, 2, True)]
 )

@@ -1,0 +1,138 @@
+"""Compares a run with a checkpoint that it is to continue from, without importing PyTorch."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from megatrain.runtime.checkpoint.manifest import Manifest
+from megatrain.runtime.optimizer.settings import AdamW
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.schedule.plan import Plan
+
+
+def description(optimizer: AdamW) -> dict[str, Any]:
+    """Returns the name and the hyperparameters of `optimizer`, as a manifest stores them."""
+    return {"name": type(optimizer).__name__, **msgspec.to_builtins(optimizer)}
+
+
+def refuse_other_run(
+    manifest: Manifest,
+    plan: Plan,
+    optimizer: AdamW,
+    settings: Mapping[str, Any],
+    folder: Path,
+    *,
+    known: bool = True,
+) -> None:
+    """Raises UserError if the checkpoint belongs to another run. The error names all differences.
+
+    A run whose learning rate depends on the number of steps may become longer, but not shorter.
+
+    Args:
+        manifest: manifest of the checkpoint.
+        plan: plan of the run.
+        optimizer: hyperparameters of the run's optimizer.
+        settings: settings of the run.
+        folder: folder of the checkpoint, for the error message.
+        known: whether `settings` are complete. If not, only the settings that it contains are
+            compared.
+    """
+    model = plan.model
+    pairs: list[tuple[str, Any, Any]] = [
+        (f"model.{key}", was, now) for key, was, now in _differences(manifest.model, model)
+    ]
+    pairs.append(("model", _tensor_names(manifest.model.stack), _tensor_names(model.stack)))
+    before = {
+        key: value for key, value in manifest.run.settings.items() if known or key in settings
+    }
+    if is_longer(before, settings):
+        before["training.steps"] = settings["training.steps"]
+    for prefix, was, now in (
+        ("workload", manifest.workload.same_bits, plan.workload.same_bits),
+        # a hyperparameter that is newer than the checkpoint had its default
+        ("optimizer", description(AdamW()) | manifest.optimizer, description(optimizer)),
+        ("settings", before, dict(settings)),
+    ):
+        old, new = (_plain(values) for values in (was, now))
+        pairs += [
+            (f"{prefix}.{key}", old.get(key), new.get(key))
+            for key in sorted(old.keys() | new.keys())
+        ]
+    differing = [(name, was, now) for name, was, now in pairs if was != now]
+    if [name for name, *_ in differing] == ["settings.training.steps"]:
+        ((_, was, now),) = differing
+        if isinstance(was, int) and isinstance(now, int):
+            raise UserError(
+                str(folder),
+                found=f"{was} steps",
+                allowed=f"at least {was} steps, not {now}: the learning rate depends on the number"
+                " of steps, so a run can become longer, but not shorter",
+                fix=f"leave out --steps, or pass at least {was}",
+            )
+    if differing:
+        changes = "".join(
+            f" --set {_assigned(name.removeprefix('workload.'), was)}"
+            for name, was, _ in differing
+            if name.startswith("workload.")
+        )
+        how = f" (`megatrain plan --from PLAN{changes} --out NEW`)" if changes else ""
+        raise UserError(
+            str(folder),
+            found=", ".join(
+                f"{name.removeprefix('settings.')} {_short(was)} in the checkpoint and"
+                f" {_short(now)} in this run"
+                for name, was, now in differing
+            ),
+            allowed="the same in both",
+            fix=f"resume with the settings of the checkpoint{how}, or start a new run from its"
+            " weights (`megatrain export`)",
+        )
+
+
+def _differences(first: ModelSpec, second: ModelSpec) -> list[tuple[str, Any, Any]]:
+    """Returns what `model_config.differences` returns. Equal models have no difference, which is
+    found without importing transformers.
+    """
+    if first == second:
+        return []
+    from megatrain.runtime.layers.model_config import differences
+
+    return [tuple(difference) for difference in differences(first, second)]
+
+
+def is_longer(before: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
+    """Returns whether `settings` have more steps than `before`. Only runs whose learning rate
+    depends on the number of steps have this setting.
+    """
+    was, now = before.get("training.steps"), settings.get("training.steps")
+    return isinstance(was, int) and isinstance(now, int) and now > was
+
+
+def _tensor_names(stack: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{layer.name}.{tensor.name}{list(tensor.shape)}"
+        for layer in stack.values()
+        for tensor in layer.tensors
+    ]
+
+
+def _plain(values: object) -> dict[str, Any]:
+    """Returns `values` after encoding them as JSON and decoding them."""
+    plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(values))
+    return plain
+
+
+def _assigned(name: str, value: object) -> str:
+    """Returns `name=value` as a word of `megatrain plan --from PLAN --set`."""
+    text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
+    return shlex.quote(f"{name}={text}")
+
+
+def _short(value: object) -> str:
+    return str(value)[:60]
