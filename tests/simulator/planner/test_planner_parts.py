@@ -309,6 +309,28 @@ def test_no_state_that_still_fits_is_left_out(
         assert ("gradients", "0") in filling._sizes or clipping == "none"
 
 
+@pytest.mark.parametrize(("spare", "most"), [(0, 3), (2**30, 4)])
+def test_a_tied_embedding_may_keep_its_state_while_the_host_updates_all_decoder_layers(
+    make_plan: MakePlan, spare: int, most: int
+) -> None:
+    """Its weights stay on the device, and then as many further classes of its state as fit."""
+    plan = streaming(make_plan, tied=True)
+    filling = Filling(plan, cost_model(H200, plan.model, plan.workload), more=True)
+    plan = tightened(placed(plan, weights="e", host_updated="0-4"), filling, spare)
+    classes = [name for name in CLASSES if (name, "e") in filling._sizes]
+    found = list(filling.only_tied_embedding(plan))
+    assert [bool(each.knobs.placement.offloaded_inputs) for each in found] == [False, True]
+    for each in found:
+        kept = [name for name in CLASSES if each.placed(name)]
+        assert kept == classes[: len(kept)]
+        assert all(each.placed(name) == {"e"} for name in kept)
+        assert each.placed("host_updated") == set("01234")
+        room = filling.room(each)
+        assert room >= 0
+        assert len(kept) == len(classes) or filling._sizes[classes[len(kept)], "e"] > room
+    assert sum(bool(found[0].placed(name)) for name in CLASSES) == most
+
+
 def test_state_that_fits_to_the_byte_stays_on_the_device(make_plan: MakePlan) -> None:
     filling = a_filling(plan := streaming(make_plan))
     smallest = min(filling._sizes.values())
