@@ -86,6 +86,20 @@ def test_a_micro_batch_in_one_chunk_may_need_less_memory_than_in_small_ones() ->
     assert (explain(choice, mac, advise=False, chunk_chosen=True).longest_context or 0) >= 1024
 
 
+def test_a_given_chunk_limits_the_longest_context() -> None:
+    """Smaller chunks are only counted on where the planner chooses them."""
+    work, limits = Workload(batch=1, sequence=2048, loss_chunk=8192), {"device_limit": 12 * GIB}
+    choice = candidates(HALF, H200, work, **limits, policies=["overlapped"])[0]
+    assert choice.feasible
+    given, chosen = (
+        explain(choice, H200, ["overlapped"], advise=False, marginal=False, **known).longest_context
+        for known in ({}, {"chunk_chosen": True})
+    )
+    assert given is not None
+    assert chosen is not None
+    assert 2048 <= given < 8192 < chosen
+
+
 def test_more_memory_is_used_for_a_larger_chunk() -> None:
     work = Workload(batch=16, sequence=1024)
     sizes = (HALF.parameters * factor for factor in (8, 40, 200))
