@@ -130,9 +130,7 @@ def test_each_op_is_a_bar_in_its_lane_s_row(drawn: list[Figure]) -> None:
     assert (colours["F0.m0"], colours["B0.m0"]) == (canvas.INK, "white"), "B0.m0 is dark blue"
 
 
-def test_ops_too_short_for_a_bar_of_their_own_are_joined_if_they_touch(
-    drawn: list[Figure],
-) -> None:
+def test_ops_too_short_for_a_bar_of_their_own_are_joined_if_they_touch(drawn: list[Figure]) -> None:
     """Thousands of bars with light edges would look like one pale bar."""
     starts = [*range(3000), *range(4000, 6000)]
     spans = tuple(
