@@ -101,7 +101,7 @@ class Checkpoints:
         settings: Mapping[str, Any],
         step: int | Literal["newest"] = "newest",
         *,
-        known: bool = True,
+        known: bool,
     ) -> None:
         """Raises the errors of `restore` that can be found without reading the tensors. Call it
         before memory is allocated.

@@ -872,7 +872,7 @@ class PlacementSearch:
             or self.lower_bound.step_ns(saving(plan.model.layers)) >= limit_ns
         ):
             return None
-        chosen = saving(max(self.filling.most_saved(whole, saving(0).knobs.placement), 0))
+        chosen = self.filling.saving_most(saving(0))
         return chosen if self.filling.account(chosen).fits else None
 
     def may_fit(self) -> bool:

@@ -212,7 +212,12 @@ class _OverlappedStore(ChunkedStore):
                     knob="state_slots",
                 )
         pools: dict[tuple[str, StateClass, BufferDtype, str], list[tuple[int, int]]] = {}
-        streamed, home = self.streaming["weights"], self.home
+        streamed = self.streaming["weights"]
+        resident = {
+            layer
+            for layer in self.stack
+            if self.home.get(("gradients", layer), "").startswith("device.")
+        }
         # Layers with the same key need the same slots, so one of them is enough.
         distinct = {
             (
@@ -220,7 +225,7 @@ class _OverlappedStore(ChunkedStore):
                 spec.elements,
                 self.contributions[layer],
                 layer in streamed,
-                home.get(("gradients", layer), "")[:7],
+                layer in resident,
             ): layer
             for layer, spec in self.stack.items()
         }
@@ -236,12 +241,11 @@ class _OverlappedStore(ChunkedStore):
                     "weight_slots" if decoder else "",
                 )
                 pools.setdefault(kind, []).append((cache.slots, self.width * spec.elements))
-            resident = self.home.get(("gradients", layer), "").startswith("device.")
             count = self.plan.knobs.gradient_slots if decoder else 1
             if self.grouped:  # one slot for the sum of a group, one for the sum of earlier groups
                 count = max(count, 2)
             part, knob = self.state[layer]["gradients"], "gradient_slots" if decoder else ""
-            if not resident or self.grouped:
+            if layer not in resident or self.grouped:
                 pool = self._coded_pool(layer) if self.encodes else self._gradient_pool(layer)
                 kind = (pool, "gradients", part.dtype, knob)
                 pools.setdefault(kind, []).append((count, part.of(spec.elements)))

@@ -196,8 +196,8 @@ def llama4_scaled_from(c: ModelConfig) -> int | None:
     otherwise.
     """
     return (
-        c.size("floor_scale", 8192)
-        if c.flag("attn_temperature_tuning", True) and FULL in llama4_chunks(c)
+        c.size("floor_scale")
+        if c.flag("attn_temperature_tuning") and FULL in llama4_chunks(c)
         else None
     )
 

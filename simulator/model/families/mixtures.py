@@ -412,7 +412,7 @@ MIXTURE_FAMILIES: dict[str, Family] = {
             **_SILU, "num_key_value_heads": 8, "head_dim": 128, "num_local_experts": 16,
             "num_experts_per_tok": 1, "intermediate_size_mlp": 16384, "use_qk_norm": True,
             "attention_chunk_size": 8192, "interleave_moe_layer_step": 1,
-            "no_rope_layer_interval": 4,
+            "no_rope_layer_interval": 4, "attn_temperature_tuning": True, "floor_scale": 8192,
         },
     ),
     "mellum": Family(

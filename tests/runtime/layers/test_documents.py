@@ -304,6 +304,21 @@ def test_rows_of_one_document_have_the_causal_kernel(
     assert not called
 
 
+@pytest.mark.usefixtures("way")
+def test_rows_of_one_document_are_not_separated_like_those_of_the_step_before(
+    run: Callable[..., Any],
+) -> None:
+    with run(model_of("llama"), documents=True) as running:
+        (batch,) = drawn(running.plan)
+        losses = [
+            running.executor.step(
+                [batch._replace(documents=documents)], rate=0.0, number=number
+            ).loss
+            for number, documents in enumerate((None, PACKED, None), 1)
+        ]
+    assert losses[0] == losses[2] != losses[1]
+
+
 @pytest.mark.parametrize("kept", ["", "all"])
 def test_documents_given_by_lengths_have_no_mask(
     run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, kept: str

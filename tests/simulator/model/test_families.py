@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -488,6 +489,16 @@ def test_attention_counts_each_pair_once(sequence: int, window: int | None) -> N
         == 2 * op_work(spec, "recompute", "0", workload).flops
         == 2 * work.flops
     )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_signature_of_a_layer_names_its_window(family: str) -> None:
+    """Measured times of a layer only hold for layers with the same window."""
+    model = ModelSpec.from_config(config_of(family).to_dict(), "config.json")
+    for layer in model.decoders:
+        window = model.window(layer.name)
+        named = re.findall(r"(?<=\dw)-?\d+", layer.signature)
+        assert named == ([str(window)] if window else [])
 
 
 def test_each_element_of_a_convolution_is_multiplied_once_per_token() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -14,9 +16,10 @@ from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.batch_splits import best_split
 from megatrain.simulator.planner.capacity import usable
-from megatrain.simulator.planner.loss_chunk import least_chunks, with_loss_chunk
+from megatrain.simulator.planner.loss_chunk import _step_ns, least_chunks, with_loss_chunk
 from megatrain.simulator.planner.placement_search import PlacementSearch
 from megatrain.simulator.planner.search import candidates, plans_of
+from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.verdict.verdict import explain, judge
 
 GIB = 2**30
@@ -86,12 +89,44 @@ def test_a_micro_batch_in_one_chunk_may_need_less_memory_than_in_small_ones() ->
     assert (explain(choice, mac, advise=False, chunk_chosen=True).longest_context or 0) >= 1024
 
 
+def test_a_given_chunk_limits_the_longest_context() -> None:
+    """Smaller chunks are only counted on where the planner chooses them."""
+    work, limits = Workload(batch=1, sequence=2048, loss_chunk=8192), {"device_limit": 12 * GIB}
+    choice = candidates(HALF, H200, work, **limits, policies=["overlapped"])[0]
+    assert choice.feasible
+    given, chosen = (
+        explain(choice, H200, ["overlapped"], advise=False, marginal=False, **known).longest_context
+        for known in ({}, {"chunk_chosen": True})
+    )
+    assert given is not None
+    assert chosen is not None
+    assert 2048 <= given < 8192 < chosen
+
+
 def test_more_memory_is_used_for_a_larger_chunk() -> None:
     work = Workload(batch=16, sequence=1024)
     sizes = (HALF.parameters * factor for factor in (8, 40, 200))
     chunks = [with_loss_chunk(HALF, H200, work, device_limit=size).loss_chunk for size in sizes]
     assert chunks == sorted(chunks)
     assert chunks[0] < chunks[-1]
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_a_chunk_is_timed_with_single_micro_batches_and_with_the_largest_groups(
+    make_plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch, gpus: int
+) -> None:
+    """Several GPUs sum the gradients of a group before they exchange the sum."""
+    plan, timed = make_plan("overlapped", gpus=gpus, accumulation=4 * gpus), list[Plan]()
+    costs = cost_model(H200, plan.model, plan.workload, gpus)
+
+    def first_ns(search: PlacementSearch, _: float) -> float:
+        timed.append(search.plan)
+        return 1.0
+
+    monkeypatch.setattr(PlacementSearch, "first_ns", first_ns)
+    assert _step_ns(plan, costs, math.inf) == 1.0
+    groups = [(each.knobs.micro_batch_group, each.workload.sum_group) for each in timed]
+    assert groups == [(1, 1), (4, 1 if gpus == 1 else 4)]
 
 
 CALIBRATED = "experiments/results/h200-heldout/hardware.toml"

@@ -23,7 +23,7 @@ from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner import filling as filling_module
 from megatrain.simulator.planner import slot_search
-from megatrain.simulator.planner.assessment import plan_account, with_knobs
+from megatrain.simulator.planner.assessment import assess, plan_account, with_knobs
 from megatrain.simulator.planner.batch_splits import _quick, splits
 from megatrain.simulator.planner.capacity import _closest, _enough, _merged, _most, resized, usable
 from megatrain.simulator.planner.filling import (
@@ -45,7 +45,7 @@ from megatrain.simulator.planner.slot_search import (
     intervals,
 )
 from megatrain.simulator.schedule import Buffer
-from megatrain.simulator.schedule.plan import Placement, Plan
+from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
 
 pytestmark = pytest.mark.usefixtures("without_libraries")
 
@@ -309,6 +309,28 @@ def test_no_state_that_still_fits_is_left_out(
         assert ("gradients", "0") in filling._sizes or clipping == "none"
 
 
+@pytest.mark.parametrize(("spare", "most"), [(0, 3), (2**30, 4)])
+def test_a_tied_embedding_may_keep_its_state_while_the_host_updates_all_decoder_layers(
+    make_plan: MakePlan, spare: int, most: int
+) -> None:
+    """Its weights stay on the device, and then as many further classes of its state as fit."""
+    plan = streaming(make_plan, tied=True)
+    filling = Filling(plan, cost_model(H200, plan.model, plan.workload), more=True)
+    plan = tightened(placed(plan, weights="e", host_updated="0-4"), filling, spare)
+    classes = [name for name in CLASSES if (name, "e") in filling._sizes]
+    found = list(filling.only_tied_embedding(plan))
+    assert [bool(each.knobs.placement.offloaded_inputs) for each in found] == [False, True]
+    for each in found:
+        kept = [name for name in CLASSES if each.placed(name)]
+        assert kept == classes[: len(kept)]
+        assert all(each.placed(name) == {"e"} for name in kept)
+        assert each.placed("host_updated") == set("01234")
+        room = filling.room(each)
+        assert room >= 0
+        assert len(kept) == len(classes) or filling._sizes[classes[len(kept)], "e"] > room
+    assert sum(bool(found[0].placed(name)) for name in CLASSES) == most
+
+
 def test_state_that_fits_to_the_byte_stays_on_the_device(make_plan: MakePlan) -> None:
     filling = a_filling(plan := streaming(make_plan))
     smallest = min(filling._sizes.values())
@@ -537,6 +559,27 @@ def test_the_second_round_times_two_micro_batches(
     assert {each.workload.accumulation for each in timed} == {2}
 
 
+def test_the_third_round_compares_two_plans_that_fit(
+    make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, found = make_plan("k_buffer", layers=6), list[Plan]()
+    search = SlotSearch(plan, cost_model(H200, plan.model, plan.workload))
+    pairs = search._first_round()
+    assert len(pairs) > 3
+
+    def recorded(plan: Plan, costs: Any) -> Any:
+        found.append(plan)
+        if len(found) == 1:  # this plan does not fit, so it does not count
+            plan = msgspec.structs.replace(plan, device_limit_bytes=1)
+        return assess(plan, costs)
+
+    monkeypatch.setattr(slot_search, "assess", recorded)
+    assert search.best().plan.knobs in [each.knobs for each in found[1:]]
+    assert [(each.knobs.checkpoint_interval, each.knobs.weight_slots) for each in found] == pairs[
+        :3
+    ]
+
+
 def test_limits_of_one_memory_are_the_lower_one() -> None:
     """A search without a verdict also applies it. With two memories, each has its own limit."""
     mac, own = HardwareSpec.load("apple-m4-max"), HardwareSpec.load("h200")
@@ -628,6 +671,17 @@ def test_a_small_search_returns_the_faster_plan(
     assert choice.runner_up.knobs != choice.plan.knobs
     times = [search.time(other) for other in search.filling.neighbours(choice.plan)]
     assert min(times) * 1.002 >= search.time(choice.plan)
+
+
+def test_the_time_of_a_runner_up_is_that_of_a_whole_step(make_plan: MakePlan) -> None:
+    """With many micro-batches, the searches compare times that are extrapolated from few."""
+    plan = streaming(make_plan, accumulation=5)
+    plan = tightened(plan, a_filling(plan), 100_000)
+    costs = cost_model(H200, plan.model, plan.workload)
+    choice = PlacementSearch(plan, costs).best()
+    assert choice.runner_up is not None
+    other = msgspec.structs.replace(choice.plan, knobs=choice.runner_up.knobs)
+    assert choice.runner_up.step_seconds == assess(other, costs).step_seconds
 
 
 def test_another_slot_is_taken_only_if_it_is_faster(make_plan: MakePlan) -> None:
@@ -722,14 +776,19 @@ def test_weight_slots_take_the_memory_of_saved_activations() -> None:
 def test_on_several_gpus_slots_may_take_the_memory_of_a_part_of_the_saved_activations(
     make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = placed(streaming(make_plan, gpus=2, accumulation=2), saved_activations="0-4")
-    search = PlacementSearch(plan, cost_model(H200, plan.model, plan.workload, 2))
-    tried: list[int] = []
-    monkeypatch.setattr(
-        search, "_is_faster", lambda other, _: tried.append(len(other.placed("saved_activations")))
+    plan = placed(
+        streaming(make_plan, gpus=2, accumulation=2, chunk_bytes=2**27), saved_activations="0-4"
     )
+    search = PlacementSearch(plan, cost_model(H200, plan.model, plan.workload, 2))
+    tried: list[Knobs] = []
+    monkeypatch.setattr(search, "_is_faster", lambda other, _: tried.append(other.knobs))
     assert search._with_many_slots(1.0, plan) == (1.0, plan)
-    assert set(tried) == {5, 4, 3, 1, 0}
+    saved = {
+        with_knobs(plan, placement=knobs.placement).placed("saved_activations") for knobs in tried
+    }
+    assert sorted(map(len, saved)) == [0, 1, 3, 4, 5]
+    # Smaller copies leave memory for more slots.
+    assert {knobs.chunk_bytes for knobs in tried} == {2**27, 2**25}
 
 
 def test_plans_that_update_on_the_host_are_candidates_if_they_fit(

@@ -130,6 +130,27 @@ def test_each_op_is_a_bar_in_its_lane_s_row(drawn: list[Figure]) -> None:
     assert (colours["F0.m0"], colours["B0.m0"]) == (canvas.INK, "white"), "B0.m0 is dark blue"
 
 
+def test_ops_too_short_for_a_bar_of_their_own_are_joined_if_they_touch(drawn: list[Figure]) -> None:
+    """Thousands of bars with light edges would look like one pale bar."""
+    starts = [*range(3000), *range(4000, 6000)]
+    spans = tuple(
+        Span(
+            op=f"F0.m{start}",
+            lane="compute",
+            start_ns=start * MILLISECOND,
+            end_ns=(start + 1) * MILLISECOND,
+        )
+        for start in starts
+    )
+    timeline_png(Path("step.png"), [Timeline(name="predicted", digest="", spans=spans)], "a step")
+    (bars,) = drawn[0].axes[0].collections
+    edges = [path.vertices[:, 0] for path in bars.get_paths()]
+    assert [(min(x), max(x)) for x in edges] == [
+        (0, pytest.approx(3)),
+        (pytest.approx(4), pytest.approx(6)),
+    ]
+
+
 def buffer(pool: str, data: Any, **traits: Any) -> Buffer:
     return Buffer(id=f"{pool}:0", bytes=GIB, data=data, dtype="bf16", **traits)
 

@@ -19,7 +19,8 @@ from megatrain.simulator.engine.discrete_event import makespan_ns, simulate
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.layer import DTYPE_BYTES
 from megatrain.simulator.policies.building.evaluation import forward_only
-from megatrain.simulator.schedule.plan import Plan
+from megatrain.simulator.schedule.arithmetic import part_elements
+from megatrain.simulator.schedule.plan import Placement, Plan
 
 RESULTS = Path(__file__).parents[3] / "experiments" / "results"
 
@@ -53,6 +54,25 @@ def test_an_evaluation_is_a_forward_pass_of_every_micro_batch(
         )
         kept = tied and layer == "e"  # no other layer uses its slot
         assert (loads, rest) == (1 if kept else accumulation, 0)
+
+
+def test_on_several_gpus_an_evaluation_gathers_the_parts_of_each_layer(
+    make_plan: Callable[..., Plan],
+) -> None:
+    """A part that stays on the device is not loaded, but is gathered like any other."""
+    plan = make_plan("overlapped", gpus=2, accumulation=4, placement=Placement(weights="1"))
+    schedule = policies.evaluation(plan)
+    schedule.check()
+    gathers = [op for op in schedule.ops if op.kind == "gather_weights"]
+    loads = Counter(op.layer for op in schedule.lanes["h2d"])
+    micro_batches = sum(op.kind == "loss" for op in schedule.ops)
+    assert micro_batches == 2
+    assert Counter(op.layer for op in gathers) == dict.fromkeys(plan.model.stack, micro_batches)
+    assert loads.keys() == plan.model.stack.keys() - {"1"}
+    for op in gathers:
+        assert op.bytes == DTYPE_BYTES["bf16"] * part_elements(plan, op.layer)
+        following = schedule.ops[schedule.ops.index(op) + 1 :]
+        assert op.writes[0] in next(one for one in following if one.lane == "compute").reads
 
 
 @pytest.mark.parametrize("run", ["h200-qwen2.5-7b-24GiB", "h200-qwen2.5-7b-whole"])
