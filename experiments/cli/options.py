@@ -10,7 +10,6 @@ import math
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_args
@@ -569,6 +568,8 @@ def check_writable(path: Path) -> None:
 
     Commands check this before their long work, not after it.
     """
+    import tempfile  # takes 8 ms, and few commands write a file
+
     from megatrain.simulator.base.files import refuse_special
 
     refuse_special(path)
