@@ -11,8 +11,6 @@ import math
 import os
 import re
 import sys
-import tempfile
-import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_args
@@ -628,6 +626,8 @@ def refuse_no_plan(file: Path) -> None:
 
 def _keys(file: Path) -> set[str] | None:
     """Returns the keys of a TOML file, or None if `file` is not one."""
+    import tomllib
+
     from megatrain.simulator.base.files import read_text
 
     try:
@@ -678,6 +678,8 @@ def check_writable(path: Path) -> None:
 
     Commands check this before their long work, not after it.
     """
+    import tempfile  # takes 8 ms, and few commands write a file
+
     from megatrain.simulator.base.files import refuse_special
 
     refuse_special(path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Iterable
@@ -86,6 +85,8 @@ def alike(name: str, known: Iterable[str], most: int = 3) -> list[str]:
     >>> alike("h100", ["h100-sxm", "h200", "h100-pcie", "l40s"])
     ['h100-pcie', 'h100-sxm']
     """
+    import difflib  # takes 9 ms, and only errors need it
+
     wanted = _key(name).letters
     keys = {candidate: _key(candidate).letters for candidate in sorted(known)}
     beginnings, parts = [], []

@@ -145,6 +145,8 @@ def account(
     activations_bytes: int | None,
     workspace_bytes: int,
     extra: Mapping[str, int] | None = None,
+    *,
+    advise: bool = True,
 ) -> Account:
     """Returns the memory that `schedule` needs, compared with the limits.
 
@@ -156,22 +158,25 @@ def account(
             the schedule.
         workspace_bytes: Bytes of the workspace, from `peak_workspace_bytes`.
         extra: Bytes of additional pools, by `PLACE.NAME`.
+        advise: Whether to write the advice. A search leaves it out, because it looks at many
+            plans that do not fit.
     """
     pools: dict[str, int] = defaultdict(int)
+    kinds: dict[str, Buffer] = {}
     for buffer in schedule.buffers:
-        pools[buffer.pool] += held_bytes(buffer, activations_bytes)
+        pool = buffer.pool
+        pools[pool] += held_bytes(buffer, activations_bytes)
+        kinds[pool] = buffer
     pools[WORKSPACE] += workspace_bytes
     for pool, size in (extra or {}).items():
         pools[pool] += size
-    ordered = dict(sorted(pools.items(), key=lambda item: (-item[1], item[0])))
-    kinds = kinds_of(schedule)
     memory = Account(
-        pools=ordered,
+        pools=dict(sorted(pools.items(), key=lambda item: (-item[1], item[0]))),
         kinds=kinds,
         device_limit_bytes=device_limit_bytes,
         host_limit_bytes=host_limit_bytes,
     )
-    if memory.fits:
+    if not advise or memory.fits:
         return memory
     slots: dict[str, list[int]] = defaultdict(list)
     for buffer in schedule.buffers:

@@ -30,7 +30,7 @@ from megatrain.simulator.memory.formulas import (
 )
 from megatrain.simulator.model.attention_masks import mask_bytes
 from megatrain.simulator.model.layer import DTYPE_BYTES
-from megatrain.simulator.schedule import LANES, OFFLOADING, Op, Schedule
+from megatrain.simulator.schedule import LANES, OFFLOADING, Buffer, Op, Schedule
 from megatrain.simulator.schedule.arithmetic import blocks_of, part_elements
 from megatrain.simulator.schedule.plan import Knobs, Plan, Prediction
 
@@ -164,8 +164,11 @@ def schedule_to_time(plan: Plan, costs: CostModel) -> Schedule:
     return policy_library.lower_uncached(plan)
 
 
-def plan_account(plan: Plan, schedule: Schedule, costs: CostModel) -> Account:
-    """Returns the memory of a plan's schedule under the plan's limits.
+def plan_account(
+    plan: Plan, schedule: Schedule, costs: CostModel, *, advise: bool = True
+) -> Account:
+    """Returns the memory of a plan's schedule under the plan's limits. `advise` is an argument of
+    `account`.
 
     On a calibrated machine, the sizes of activations and workspace are measured. On other machines
     they are estimated. Both describe this project's runtime, so they are not added for policies of
@@ -198,6 +201,7 @@ def plan_account(plan: Plan, schedule: Schedule, costs: CostModel) -> Account:
         activations,
         workspace,
         {pool: size for pool, size in extra.items() if size},
+        advise=advise,
     )
 
 
@@ -239,12 +243,12 @@ def _without_reused(plan: Plan, schedule: Schedule) -> Schedule:
         else:
             most = max(most, below + len(block))
     extra = max(most - group * len(saved), 0)
-    slots = [buffer.id for buffer in schedule.buffers if buffer.data == "activations"]
-    if not (reused := set(slots[extra:])):
-        return schedule
-    return msgspec.structs.replace(
-        schedule, buffers=tuple([buffer for buffer in schedule.buffers if buffer.id not in reused])
-    )
+    kept, slots = list[Buffer](), 0
+    for buffer in schedule.buffers:
+        slots += buffer.data == "activations"
+        if buffer.data != "activations" or slots <= extra:
+            kept.append(buffer)
+    return msgspec.structs.replace(schedule, buffers=tuple(kept))
 
 
 def without_unused_inputs(plan: Plan) -> Plan:

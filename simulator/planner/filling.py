@@ -18,6 +18,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 
@@ -76,8 +77,11 @@ def ranges(layers: list[str], chosen: set[str]) -> str:
     return ",".join(parts)
 
 
+@functools.lru_cache(maxsize=1024)
 def last(decoders: int, count: int) -> str:
-    """Returns the last `count` of the decoder layers, as the text of a placement."""
+    """Returns the last `count` of the decoder layers, as the text of a placement. Cached because a
+    search asks for the same numbers with many plans.
+    """
     layers = [str(index) for index in range(decoders)]
     return ranges(layers, set(layers[decoders - count :]))
 
@@ -220,7 +224,7 @@ class Filling:
         key = plan.knobs, plan.device_limit_bytes, plan.host_limit_bytes
         if key not in self._accounts:
             self._accounts[key] = plan_account(
-                plan, policies.outline(plan, merged=True), self.costs
+                plan, policies.outline(plan, merged=True), self.costs, advise=False
             )
         return self._accounts[key]
 

@@ -36,11 +36,12 @@ from megatrain.simulator.planner.assessment import without_unused_inputs
 from megatrain.simulator.policies.building.training_step import update_flops
 from megatrain.simulator.schedule import Op
 from megatrain.simulator.schedule.arithmetic import (
+    STATE,
     UPDATED,
     blocks_of,
-    contributions,
     cost_keys,
     part_elements,
+    stack_contributions,
     stack_state,
     whole_matrices,
 )
@@ -71,6 +72,11 @@ class LowerBound:
         self._plan, self._costs = plan, costs
         self._known: dict[tuple[str, str, bool], int] = {}
         self._copied: dict[tuple[object, ...], _Size] = {}
+        self.update_sizes: dict[
+            tuple[str | int, int, tuple[bool, ...]], tuple[_Size | None, _Size, _Size | None]
+        ] = {}
+        """The results of `_EarliestTimes._update_sizes` so far: (name or elements of the layer,
+        elements of a chunk, whether each class of its state is on the device) -> times."""
         self._exchanged: dict[tuple[object, ...], int] = {}
         self._steps: dict[Knobs, float] = {}
         self._host_bytes_per_s = costs.sharing.capacity if isinstance(costs, ContendedCosts) else 0
@@ -222,6 +228,7 @@ class _EarliestTimes:
         self.on_host = plan.placed("host_updated")
         self.parts = bounds.parts
         self.state = stack_state(plan)
+        self.contributions = stack_contributions(plan.model, plan.workload)
         self.matrices = whole_matrices(plan)
         self.resident = {name: plan.placed(name) - self.on_host for name in (*UPDATED, "gradients")}
         self.saved_layers, self.saved_attention, self.offloaded = (
@@ -446,7 +453,7 @@ class _EarliestTimes:
 
     def _sources(self, layer: str) -> int:
         """Returns how many gradients of the layer are exchanged at once."""
-        return contributions(self.plan, layer) // self.plan.workload.accumulation
+        return self.contributions[layer] // self.plan.workload.accumulation
 
     def _exchange_pending(self) -> None:
         """Adds the collective that sums the parts of the gradient of `exchanging`, if there is one,
@@ -469,6 +476,34 @@ class _EarliestTimes:
         The gradient is complete at `after`. A deferred update also loads the weights if they are
         not resident. For an update that is not deferred, they are in a slot already.
         """
+        loaded, size, stored = self._update_sizes(layer)
+        if loaded:
+            self._load(loaded)
+        self.updates = max(
+            self.updates + size[0], after + size[0], (self.loads if loaded else 0.0) + size[1]
+        )
+        if stored:
+            self._store(stored, 0.0, self.updates)
+
+    def _update_sizes(self, layer: str) -> tuple[_Size | None, _Size, _Size | None]:
+        """Returns the times of the layer's update on the device, and of the copies of its state to
+        the device and from it. None stands for no copies. Results are cached.
+        """
+        known, resident = self.bounds.update_sizes, self.resident
+        places = tuple([layer in resident[name] for name in STATE])
+        key = self._alike(layer), self.chunk, places
+        if key not in known:
+            known[key] = self._new_update_sizes(layer)
+        return known[key]
+
+    def _alike(self, layer: str) -> str | int:
+        """Returns the number of elements of a decoder layer whose update may be cut anywhere. Such
+        layers with equal numbers have ops of the same sizes. For other layers, returns the name.
+        """
+        return self.parts[layer] if layer.isdigit() and layer not in self.matrices else layer
+
+    def _new_update_sizes(self, layer: str) -> tuple[_Size | None, _Size, _Size | None]:
+        """Returns what `_update_sizes` returns, without its cache."""
         state = self.state[layer]
         streams = [
             name for name in UPDATED if state[name].bytes and layer not in self.resident[name]
@@ -476,8 +511,7 @@ class _EarliestTimes:
         up = sum([state[name].bytes for name in streams if self.defers_update or name != "weights"])
         if self.defers_update and layer not in self.resident["gradients"]:
             up += state["gradients"].bytes
-        if up:
-            self._load(self._size("L", layer, "h2d", up))
+        loaded = self._size("L", layer, "h2d", up) if up else None
         elements = self.parts[layer]
         size = self.bounds.chunks_ns(
             "U",
@@ -491,15 +525,8 @@ class _EarliestTimes:
         )
         if layer in self.matrices:
             size = (size[0], 0.0, size[2])
-        self.updates = max(
-            self.updates + size[0], after + size[0], (self.loads if up else 0.0) + size[1]
-        )
-        if streams:
-            self._store(
-                self._size("S", layer, "d2h", sum([state[name].bytes for name in streams])),
-                0.0,
-                self.updates,
-            )
+        moved = sum([state[name].bytes for name in streams])
+        return loaded, size, self._size("S", layer, "d2h", moved) if streams else None
 
     def _update_on_host(self, layer: str, after: float) -> None:
         """Adds the layer's update on the host's cores. The last part of the gradient is in host
@@ -522,7 +549,7 @@ class _EarliestTimes:
             return
         last = (
             self.arrived[layer]
-            == contributions(self.plan, layer) * self.groups // self.plan.workload.accumulation
+            == self.contributions[layer] * self.groups // self.plan.workload.accumulation
         )
         on_device, streams = layer not in self.on_host, layer not in self.resident["gradients"]
         per_parameter = self.state[layer]["gradients"].bytes

@@ -132,6 +132,26 @@ def _homes(
     return _Homes(builder.build().buffers, ids, streaming)
 
 
+@functools.lru_cache(maxsize=1024)
+def _distinct(
+    model: ModelSpec, work: Workload, streamed: frozenset[str], resident: frozenset[str]
+) -> tuple[str, ...]:
+    """Returns one layer of each group of layers that need the same slots.
+
+    Args:
+        model: The model.
+        work: The workload.
+        streamed: Layers whose weights are in host memory.
+        resident: Layers whose gradients stay on the device.
+    """
+    summed = stack_contributions(model, work)
+    groups = {
+        (spec.kind, spec.elements, summed[layer], layer in streamed, layer in resident): layer
+        for layer, spec in model.stack.items()
+    }
+    return tuple(groups.values())
+
+
 class _OverlappedStore(ChunkedStore):
     """The `ParameterStore` of one step: buffers for resident layers, slots for streamed layers.
 
@@ -156,6 +176,8 @@ class _OverlappedStore(ChunkedStore):
         """Layers that are cut between matrices only."""
         self.streaming: dict[StateClass, frozenset[str]] = {}
         """Class -> the layers that keep it in host memory."""
+        self.resident_gradients = frozenset[str]()
+        """Layers whose gradients stay on the device."""
         self.on_host = plan.placed("host_updated")
         refuse_on_host(
             plan, self.on_host, "knobs.placement: host_updated", "leave out the decoder layers"
@@ -163,9 +185,11 @@ class _OverlappedStore(ChunkedStore):
         self.clipping = Clipping(builder, plan, "device", "update", "update", self.on_host)
         for name in STATE:
             resident, temporary = plan.placed(name) - self.on_host, frozenset[str]()
-            if name == "gradients" and not self.defers:
-                summed = {layer for layer in self.stack if sums_on_device(plan, layer)}
-                temporary = frozenset(summed - resident - self.on_host)
+            if name == "gradients":
+                self.resident_gradients = resident
+                if not self.defers:
+                    summed = {layer for layer in self.stack if sums_on_device(plan, layer)}
+                    temporary = frozenset(summed - resident - self.on_host)
             homes = _homes(
                 type(builder),  # type: ignore[arg-type]  # mypy: a class is not Hashable
                 plan.model,
@@ -212,24 +236,8 @@ class _OverlappedStore(ChunkedStore):
                     knob="state_slots",
                 )
         pools: dict[tuple[str, StateClass, BufferDtype, str], list[tuple[int, int]]] = {}
-        streamed = self.streaming["weights"]
-        resident = {
-            layer
-            for layer in self.stack
-            if self.home.get(("gradients", layer), "").startswith("device.")
-        }
-        # Layers with the same key need the same slots, so one of them is enough.
-        distinct = {
-            (
-                spec.kind,
-                spec.elements,
-                self.contributions[layer],
-                layer in streamed,
-                layer in resident,
-            ): layer
-            for layer, spec in self.stack.items()
-        }
-        for layer in distinct.values():
+        streamed, kept = self.streaming["weights"], self.resident_gradients
+        for layer in _distinct(self.plan.model, self.plan.workload, streamed, kept):
             spec = self.stack[layer]
             decoder = spec.kind == "decoder"
             if layer in streamed:
@@ -245,7 +253,7 @@ class _OverlappedStore(ChunkedStore):
             if self.grouped:  # one slot for the sum of a group, one for the sum of earlier groups
                 count = max(count, 2)
             part, knob = self.state[layer]["gradients"], "gradient_slots" if decoder else ""
-            if layer not in resident or self.grouped:
+            if layer not in kept or self.grouped:
                 pool = self._coded_pool(layer) if self.encodes else self._gradient_pool(layer)
                 kind = (pool, "gradients", part.dtype, knob)
                 pools.setdefault(kind, []).append((count, part.of(spec.elements)))

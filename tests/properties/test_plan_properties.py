@@ -28,12 +28,22 @@ from megatrain.simulator.engine.evaluator import (
 )
 from megatrain.simulator.hardware.cost_table import HostMemorySpec
 from megatrain.simulator.hardware.machine import HardwareSpec
-from megatrain.simulator.memory.account import account, usage
+from megatrain.simulator.memory.account import Account, account, usage
 from megatrain.simulator.model.layer import DTYPE_BYTES, EMBEDDING
 from megatrain.simulator.model.state_format import EXACT, FORMATS
 from megatrain.simulator.model.workload import Clipping
-from megatrain.simulator.planner.assessment import InShortGroups, schedule_to_time, with_knobs
+from megatrain.simulator.planner.assessment import (
+    InShortGroups,
+    plan_account,
+    schedule_to_time,
+    with_knobs,
+)
+from megatrain.simulator.planner.filling import CLASSES
 from megatrain.simulator.planner.lower_bound import LowerBound
+from megatrain.simulator.policies.building.clipping import _persistent
+from megatrain.simulator.policies.building.parameter_store_policy import _computed, _stored
+from megatrain.simulator.policies.building.training_step import _workspaces
+from megatrain.simulator.policies.overlapped import _distinct, _homes
 from megatrain.simulator.policies.registry import POLICIES
 from megatrain.simulator.policies.resident import Resident
 from megatrain.simulator.schedule import Schedule, Sizes, base_buffer, serialized
@@ -186,6 +196,45 @@ def test_a_cost_model_or_policy_that_needs_all_ops_gets_them(
     monkeypatch.setitem(POLICIES._loaded, "own", _OwnLower())
     own = make_plan("own")
     assert schedule_to_time(own, Datasheet(H200, own.model, own.workload)) == policies.lower(own)
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_results_do_not_depend_on_the_plans_before(
+    make_plan: MakePlan, data: st.DataObject
+) -> None:
+    """Lower bounds, schedules and memory are the same whether or not plans that differ only in
+    their placement and the size of copies were looked at before.
+
+    Parts of these results are cached for a whole search.
+    """
+    plan, _ = drawn(make_plan, "overlapped", data)
+    costs = Datasheet(data.draw(machines), plan.model, plan.workload)
+    placements = st.builds(
+        Placement,
+        **{name: st.sampled_from(["", "e", "0", "all"]) for name in CLASSES},
+        offloaded_inputs=st.sampled_from(["", "all"]),
+        host_updated=st.sampled_from(["", "0", "all"]),
+    )
+    shared = LowerBound(plan, costs)
+    for placement in data.draw(st.lists(placements, min_size=2, max_size=5)):
+        chunk = data.draw(st.sampled_from([6_000, 20_000]))
+        other = with_knobs(plan, placement=placement, chunk_bytes=chunk)
+        later = shared.step_ns(other), policies.lower_uncached(other).digest, memory(other, costs)
+        for cached in (_persistent, _distinct, _homes, _stored, _computed, _workspaces):
+            cached.cache_clear()
+        first = LowerBound(plan, costs).step_ns(other), policies.lower_uncached(other).digest
+        assert later == (*first, memory(other, costs))
+
+
+def memory(plan: Plan, costs: Datasheet) -> Account:
+    """Returns the memory of a plan, which does not depend on whether the advice is written."""
+    outline = policies.outline(plan, merged=True)
+    with_advice = plan_account(plan, outline, costs)
+    without = plan_account(plan, outline, costs, advise=False)
+    assert msgspec.structs.replace(with_advice, advice="") == without
+    assert without.advice == ""
+    return with_advice
 
 
 def assert_links_carry_what_they_can(

@@ -17,15 +17,69 @@ The moving norms of a layer stay unchanged if its update is stopped.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import BY_LAYER, BY_TENSOR
+from megatrain.simulator.model.workload import Clipping as Kind
 from megatrain.simulator.policies.building.builder import Builder
-from megatrain.simulator.schedule import OpId
+from megatrain.simulator.schedule import Buffer, OpId
 from megatrain.simulator.schedule.arithmetic import RATIO_ROW, SCALAR_BYTES
 from megatrain.simulator.schedule.plan import Plan
 
 Chunk = tuple[int | None, int, int]
 """A part of a layer: (number, first parameter, number of parameters). The number is None if the
 part is the whole layer."""
+
+
+class _Persistent(NamedTuple):
+    """The persistent buffers of clipping."""
+
+    buffers: tuple[Buffer, ...]
+    """What a builder has to keep."""
+    norm: Mapping[str, str]
+    """Layer -> the buffer with its sums of squares, with kinds that measure gradients."""
+    moving: Mapping[str, str]
+    """Layer -> the buffer with the moving norms of its tensors, with `adagc`."""
+    own: Mapping[str, str]
+    """Layer -> the buffer with its own factors, with the kinds in `BY_LAYER`."""
+    all: str
+    """The buffer that every update reads, with `global` and `none`. Empty with other kinds."""
+
+
+@functools.lru_cache(maxsize=64)
+def _persistent(
+    builder_kind: type[Builder], model: ModelSpec, kind: Kind, place: str, on_host: frozenset[str]
+) -> _Persistent:
+    """Returns the persistent buffers of clipping by `kind`, in `place` except those of the factors
+    of the layers in `on_host`.
+
+    `builder_kind` is the kind of builder that they are for. Cached because all plans of a search
+    need the same.
+    """
+    builder, stack = builder_kind(""), model.stack
+    sizes = dict.fromkeys(stack, SCALAR_BYTES)
+    if kind in BY_TENSOR:
+        for layer, spec in stack.items():
+            sizes[layer] = -(-4 * len(spec.tensors) // SCALAR_BYTES) * SCALAR_BYTES
+    norm = {
+        layer: builder.persistent(f"{place}.norm", layer, sizes[layer], "norms")
+        for layer in (stack if kind in ("global", "layer", "adagc") else ())
+    }
+    moving = {
+        layer: builder.persistent(f"{place}.moving_norms", layer, size, "moving_norms")
+        for layer, size in (sizes.items() if kind == "adagc" else ())
+    }
+    own, shared = dict[str, str](), ""
+    if kind not in BY_LAYER:
+        shared = builder.persistent(f"{place}.clips", "all", SCALAR_BYTES, "clips")
+    else:
+        for layer, size in sizes.items():
+            side = "host" if layer in on_host else place
+            own[layer] = builder.persistent(f"{side}.clips", layer, size, "clips")
+    return _Persistent(builder.build().buffers, norm, moving, own, shared)
 
 
 class Clipping:
@@ -53,32 +107,17 @@ class Clipping:
         """
         self.builder, self.stack, self.kind = builder, plan.model.stack, plan.workload.clipping
         self.lane, by_update = lane, self.kind == "update"
-        self._usual_side, self._on_host = (place, update_lane), on_host if by_update else ()
-        sizes = dict.fromkeys(self.stack, SCALAR_BYTES)
-        if self.kind in BY_TENSOR:
-            for layer, spec in self.stack.items():
-                sizes[layer] = -(-4 * len(spec.tensors) // SCALAR_BYTES) * SCALAR_BYTES
-        normed = self.stack if self.kind in ("global", "layer", "adagc") else ()
-        self.norm = {
-            layer: builder.persistent(f"{place}.norm", layer, sizes[layer], "norms")
-            for layer in normed
-        }
-        self.moving = {
-            layer: builder.persistent(f"{place}.moving_norms", layer, size, "moving_norms")
-            for layer, size in (sizes.items() if self.kind == "adagc" else ())
-        }
-        """Layer -> the buffer with the moving norms of its tensors, with `adagc`."""
-        self.own: dict[str, str] = {}
-        """Layer -> the buffer with its own factors, with the kinds in `BY_LAYER`."""
-        self.all = ""
-        """The buffer that every update reads, with `global` and `none`. Empty with other kinds."""
-        if self.kind not in BY_LAYER:
-            self.all = builder.persistent(f"{place}.clips", "all", SCALAR_BYTES, "clips")
-        else:
-            for layer, size in sizes.items():
-                self.own[layer] = builder.persistent(
-                    f"{self._side(layer)[0]}.clips", layer, size, "clips"
-                )
+        self._usual_side = (place, update_lane)
+        self._on_host = on_host if by_update else frozenset[str]()
+        made = _persistent(
+            type(builder),  # type: ignore[arg-type]  # mypy: a class is not Hashable
+            plan.model,
+            self.kind,
+            place,
+            self._on_host,
+        )
+        builder.keep(made.buffers)
+        self.norm, self.moving, self.own, self.all = made.norm, made.moving, made.own, made.all
         sides = dict.fromkeys(map(self._side, self.stack)) if by_update else ()
         for side, _ in sides:
             most = max(

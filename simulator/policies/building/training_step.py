@@ -17,13 +17,15 @@ each step of this list, and each layer or block in it, before the next one begin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
 from megatrain.simulator.model.layer import DTYPE_BYTES, EMBEDDING
 from megatrain.simulator.model.layer_memory import max_saved_bytes
+from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.policies.building.builder import Builder
 from megatrain.simulator.schedule import OpId
 from megatrain.simulator.schedule.arithmetic import SCALAR_BYTES, blocks_of, cost_keys, layer_state
@@ -80,17 +82,24 @@ def update_workspace(builder: Builder, plan: Plan) -> dict[str, list[str]]:
     Returns layer -> a list with the buffer's id, or an empty list if the layer's update needs no
     temporary tensors. All layers share one buffer, because updates run one after the other.
     """
-    name = plan.workload.optimizer
-    sizes = {
-        layer: layout.workspace if (layout := update_layout(name, spec)) else 0
-        for layer, spec in plan.model.stack.items()
-    }
+    sizes = _workspaces(plan.model, plan.workload.optimizer)
     if not any(sizes.values()):
         return {layer: [] for layer in sizes}
     buffer = builder.persistent(
         "device.update_workspace", "all", max(sizes.values()), "workspace", matrix_products=True
     )
     return {layer: [buffer] if size else [] for layer, size in sizes.items()}
+
+
+@functools.lru_cache(maxsize=4)
+def _workspaces(model: ModelSpec, optimizer: str) -> Mapping[str, int]:
+    """Returns layer -> the bytes of the temporary tensors of its update on the device. Cached
+    because a search asks for it with each plan.
+    """
+    return {
+        layer: layout.workspace if (layout := update_layout(optimizer, spec)) else 0
+        for layer, spec in model.stack.items()
+    }
 
 
 def update_flops(plan: Plan, layer: str, first: int, count: int) -> dict[str, Any]:
