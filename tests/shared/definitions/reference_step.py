@@ -558,17 +558,18 @@ def _muon(
 def _orthogonalised(x: torch.Tensor) -> torch.Tensor:
     """Returns matrices with nearly the singular vectors of `x` [matrices, rows, columns] bf16, and
     with singular values near 1. All matrices are multiplied at once, because some processors round
-    a product of single matrices differently.
+    a product of single matrices differently. For the same reason the products are `bmm`: `@`
+    multiplies a batch of one matrix as a single matrix.
     """
     norms = [rounded_sqrt(sum_of_squares(matrix.reshape(-1))).clamp(min=1e-7) for matrix in x]
     x = x / torch.stack(norms).bfloat16()[:, None, None]
     for _ in range(5):
         if x.shape[1] <= x.shape[2]:
-            a = x @ x.mT
+            a = torch.bmm(x, x.mT)
             b = torch.baddbmm(a, a, a, beta=-4.7750, alpha=2.0315)
             x = torch.baddbmm(x, b, x, beta=3.4445)
         else:
-            a = x.mT @ x
+            a = torch.bmm(x.mT, x)
             b = torch.baddbmm(a, a, a, beta=-4.7750, alpha=2.0315)
             x = torch.baddbmm(x, x, b, beta=3.4445)
     return x
