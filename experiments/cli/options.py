@@ -157,6 +157,10 @@ class OneLineParser(argparse.ArgumentParser):
         )
 
 
+_ABOVE_ZERO = 1e-6
+"""A least value that stands for every number above 0."""
+
+
 def number(kind: type, least: float, text: str, name: str, most: float = math.inf) -> int | float:
     """Returns `text` as an int or float, according to `kind`, from `least` to `most` inclusive.
 
@@ -168,8 +172,8 @@ def number(kind: type, least: float, text: str, name: str, most: float = math.in
         value = None
     if value is None or not abs(value) < math.inf or not least <= value <= most:
         allowed = f"a {'whole ' if kind is int else ''}number " + (
-            f"above 0, at least {least:.6f}"
-            if 0 < least < 1
+            "above 0"
+            if 0 < least <= _ABOVE_ZERO
             else f">= {least:g}"
             if most == math.inf
             else f"from {least:g} to {most}"
