@@ -86,7 +86,8 @@ class MakingRoom:
         slots, other slots, layer inputs on the device, attention outputs, or saved activations.
         State is given up in this order: moments and low halves, gradients, weights. If other slots,
         layer inputs or attention outputs are too little, whole layers are given up with them. If
-        layer inputs are too little, weight slots are given up with them in another plan. One more
+        layer inputs are too little, weight slots are given up with them in another plan. If all
+        weight slots but one are too little, whole layers are given up with them, too. One more
         plan that gives up whole layers saves more activations in the memory that is then left.
         """
         fits, room = self._fits, self._filling.room
@@ -99,13 +100,16 @@ class MakingRoom:
         if room(less) < 0:
             less = updated_like(self._filling.trimmed(less, ("weights",)), plan)
         offloading, without = _placed(plan, offloaded_inputs="all"), _without_attention(plan)
-        others: list[Plan | None] = [less]
+        others = [less]
         for kept in dict.fromkeys((plan, offloading)) if in_slots(plan) else ():
             slots = (
                 with_knobs(kept, weight_slots=count)
                 for count in range(plan.knobs.weight_slots - 1, 0, -1)
             )
-            others.append(next(filter(fits, slots), None))
+            one_slot = with_knobs(kept, weight_slots=1)
+            others.append(
+                next(filter(fits, slots), None) or self._filling.with_fewer_layers(one_slot)
+            )
         leaner = (plan, self._with_few_slots(plan), offloading, without)
         others += map(self._filling.with_fewer_layers, dict.fromkeys(leaner))
         others.append(self._filling.saving_most(self._filling.with_fewer_layers(plan)))
@@ -115,7 +119,7 @@ class MakingRoom:
             if most >= 0:
                 count = min(most, saved)
                 others.append(_placed(kept, saved_activations=last(plan.model.layers, count)))
-        yield from filter(fits, dict.fromkeys(filter(None, others)))
+        yield from filter(fits, dict.fromkeys(others))
 
     def _fits(self, plan: Plan) -> bool:
         return self._filling.account(plan).fits

@@ -32,6 +32,8 @@ and then improves the best one:
    climb. With several GPUs, also try plans that save some activations less, or keep fewer
    gradients on the device.
 10. Try larger copies, if they fit in the memory that is left (`_with_larger_copies`).
+11. Climb from a candidate with another share of host updates, if it is nearly as fast as the best
+    plan (`_other_shares`).
 
 A second search begins with candidates that are filled in additional ways (`Filling`). It replaces
 nothing of the first one, because a climb from a better candidate may end at a worse plan.
@@ -39,10 +41,7 @@ nothing of the first one, because a climb from a better candidate may end at a w
 With clipping by update, there are two searches, one with state slots that hold a whole layer and
 one with the usual slots. The fastest result is returned.
 
-`polished` improves the result of these searches. It makes one change at a time and gives up
-something else for it (`making_room.py`). The steps above add only what fits in the memory that is
-left. So, with half a GiB more, they may fill this memory with something that gains less than what
-they chose before.
+`polished` improves the result of these searches (`polishing.py`).
 
 With several GPUs, the plans are those of a rank, which owns a part of each layer. Layers on the
 device pass through slots too, and no layer is updated on the host.
@@ -74,10 +73,10 @@ from megatrain.simulator.planner.filling import (
     ranges,
     updated_like,
 )
-from megatrain.simulator.planner.making_room import MakingRoom
-from megatrain.simulator.planner.ranking import FINALISTS, TIE, WAITING_NEARBY, Ranking
+from megatrain.simulator.planner.polishing import MOST_STARTED, Polishing
+from megatrain.simulator.planner.ranking import FINALISTS, TIE, WAITING_NEARBY
 from megatrain.simulator.schedule.arithmetic import part_elements
-from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
+from megatrain.simulator.schedule.plan import Placement, Plan
 
 _STEPS = 8  # steps from no saved layer to as many as fit
 _CHUNKS = 8  # the most copies of the largest decoder layer
@@ -96,10 +95,6 @@ _MOST_CLIMBED = 1.01
 # if that is faster by this factor. It is below 1.005 because a tested property is that more memory
 # never makes the chosen plan slower by 0.5 %.
 _LEAST_HOST_GAIN = 1.004
-_LEAST_POLISH = 1.002  # the best plan is changed if that makes it faster by this factor
-# Plans near the best one that are lowered before the search goes on from the fastest of them.
-_MOST_POLISHED = 16
-_POLISHING_OPS = 24_000  # the most ops of these plans together; one plan may have more
 # Plans with fewer slots are tried if that frees at least this share of the device's memory.
 _LEAST_FREED = 1 / 64
 _FEWER_SLOTS: tuple[dict[str, int], ...] = (
@@ -110,7 +105,7 @@ _FEWER_SLOTS: tuple[dict[str, int], ...] = (
 """Knobs that need less and less memory. They are tried in order until a plan fits."""
 
 
-class PlacementSearch(Ranking):
+class PlacementSearch(Polishing):
     """Searches the placements and slots for one policy, model, workload and machine."""
 
     def __init__(self, plan: Plan, costs: CostModel, *, more: bool = False) -> None:
@@ -174,75 +169,6 @@ class PlacementSearch(Ranking):
         `best`.
         """
         return self._climbed(self.time(plan), plan)[1]
-
-    def polished(self, best: Estimate) -> Estimate:
-        """Returns `best`, which this search found, or a faster plan with `best` as its runner-up.
-
-        Each step goes to a plan that differs from the last one by one change, for which the plan
-        gives up something else (`MakingRoom`).
-        """
-        time, plan = start = self.time(best.plan), best.plan
-        tried = {plan.knobs}
-        while better := self._faster_change(time, plan, tried):
-            time, plan = better
-        if (time, plan) == start:
-            return best
-        polished = self._estimate(plan)
-        if polished.step_seconds >= best.step_seconds:
-            return best
-        runner_up = RunnerUp(
-            policy=best.plan.policy, knobs=best.plan.knobs, step_seconds=best.step_seconds
-        )
-        return msgspec.structs.replace(polished, runner_up=runner_up)
-
-    def _faster_change(
-        self, time: float, plan: Plan, tried: set[Knobs]
-    ) -> tuple[float, Plan] | None:
-        """Returns a plan of `MakingRoom` that is faster than `plan`, and its step time in ns.
-
-        Plans are tried in the order of their expected times: the lower bound, and the waiting of
-        a plan of the same kind. Returns None if none of the first is faster. `time` is the step
-        time of `plan` in ns. Plans whose knobs are in `tried` are left out, and all others are
-        added.
-        """
-        limit = time / _LEAST_POLISH
-        # Larger copies gain at most what the large copies of the ranking would gain.
-        largest = self.coarse if self._coarse(plan).step_ns < limit else 0
-        room = MakingRoom(self.filling, self.plan)
-        usual, _ = self.waiting_ns(plan)
-        # Plans with the same slots, copies and host updates wait for about as long as each other.
-        waiting = {_kind(plan): usual}
-
-        def may_be_faster(other: Plan) -> bool:
-            # Larger copies may need no waiting at all. Other changes hardly alter it.
-            least = 0.0 if _piece_bytes(other) > _piece_bytes(plan) else usual
-            least = waiting.get(_kind(other), least)
-            return self.lower_bound.step_ns(other) + least < limit
-
-        def expected_ns(other: Plan) -> float:
-            return self.lower_bound.step_ns(other) + waiting.get(_kind(other), usual)
-
-        hopeful: list[Plan] = []
-        for changed in room.changes(plan, largest):
-            # Giving something up hardly lowers the bound.
-            if changed.knobs in tried or not may_be_faster(changed):
-                continue
-            for other in room.fitting(changed):
-                if other.knobs not in tried and may_be_faster(other):
-                    tried.add(other.knobs)
-                    hopeful.append(other)
-        best = None
-        count = min(max(_POLISHING_OPS // self._run(plan).ops, 1), _MOST_POLISHED)
-        while count and (hopeful := list(filter(may_be_faster, hopeful))):
-            other = min(hopeful, key=expected_ns)
-            hopeful.remove(other)
-            count -= 1
-            found = self._run(other).bound_ns
-            if found < limit and (found := self.time(other)) < limit:
-                best = limit, _ = found, other
-            kind, waited = _kind(other), found - self.lower_bound.step_ns(other)
-            waiting[kind] = min(waiting.get(kind, math.inf), WAITING_NEARBY * waited)
-        return best
 
     def rough_ns(self) -> float:
         """Returns a rough guess of the best step time, in ns: the lowest of the lower bounds of a
@@ -316,6 +242,7 @@ class PlacementSearch(Ranking):
                 second = self._climbed(*second)
             # The first plan is improved, too, because it may end at a faster plan.
             found += self._improved(*second) if second[0] < time else [second]
+        found += self._other_shares(candidates, found)
         (time, plan), *rivals = sorted(found, key=lambda entry: entry[0])
         rivals = [entry for entry in rivals if entry[1] != plan]
         if not rivals:
@@ -331,6 +258,31 @@ class PlacementSearch(Ranking):
             other, runner_up_seconds = rival.plan, rival.step_seconds
         runner_up = RunnerUp(policy=other.policy, knobs=other.knobs, step_seconds=runner_up_seconds)
         return msgspec.structs.replace(best, runner_up=runner_up)
+
+    def _other_shares(
+        self, candidates: Sequence[Plan], found: list[tuple[float, Plan]]
+    ) -> list[tuple[float, Plan]]:
+        """Returns plans, with their step times in ns, whose share of host updates no plan of
+        `found` has.
+
+        A climb hardly changes the share. So, for each share, another climb begins from the fastest
+        candidate with it, if that is nearly as fast as the best plan.
+        """
+        results = list[tuple[float, Plan]]()
+        with_all = [plan for plan in candidates if host_share(plan) == 1]
+        for share, plans in (
+            (0, [plan for plan in candidates if host_share(plan) == 0]),
+            (1, with_all),
+            (2, [host_updating(plan, every=2) for plan in with_all]),
+        ):
+            if share in {host_share(plan) for _, plan in found}:
+                continue
+            limit = MOST_STARTED * min(time for time, _ in found)
+            fitting = [other for other in plans if self.filling.account(other).fits]
+            for start in self._ranked(fitting, limit)[:1]:
+                if self.time(start) < limit:
+                    results += self._improved(*self._climbed(self.time(start), start))
+        return results
 
     def _improved(self, time: float, plan: Plan) -> list[tuple[float, Plan]]:
         """Returns (step time in ns, plan) after steps 7 to 10 of the search, and before each of
@@ -465,11 +417,12 @@ class PlacementSearch(Ranking):
         faster with them, and otherwise `plan`.
 
         The refinements are the share of host updates, the bytes of a copy, and the weight slots.
+        A plan with host updates keeps its share, so that the search begins from different plans.
         If the host updates no layer of the result, host updates of every second or of all streamed
         layers are tried, too. `time` is the step time of `plan` in ns.
         """
         alike = with_knobs(
-            updated_like(plan, best),
+            plan if plan.placed("host_updated") else updated_like(plan, best),
             chunk_bytes=best.knobs.chunk_bytes,
             weight_slots=best.knobs.weight_slots,
         )
@@ -518,8 +471,7 @@ class PlacementSearch(Ranking):
 
         In the variants, the host updates all streamed layers or every second one. If it updates
         all, the device is also filled again in every order, because another order may be best then.
-        If none of these is faster, every second layer of these fills is tried. `time` is the step
-        time of `plan` in ns.
+        `time` is the step time of `plan` in ns.
         """
         if not all_on_host(plan):
             return time, plan
@@ -531,22 +483,16 @@ class PlacementSearch(Ranking):
             for offloaded in ("", "all")
         ]
         fills = [other for base in bases for other in self.filling.fills(updated, base)]
-        for variants in (
-            [host_updating(plan), host_updating(plan, every=2), *fills],
-            [host_updating(other, every=2) for other in fills],
-        ):
-            fitting = [
-                other
-                for other in dict.fromkeys(variants)
-                if other.placed("host_updated")
-                and other.knobs != plan.knobs
-                and self.filling.account(other).fits
-            ]
-            for changed in self._ranked(fitting, _MOST_REFINED * time):
-                if self._is_faster(changed, time):
-                    time, plan = self.time(changed), changed
-            if plan.placed("host_updated"):
-                break
+        variants = [
+            other
+            for other in dict.fromkeys([host_updating(plan), host_updating(plan, every=2), *fills])
+            if other.placed("host_updated")
+            and other.knobs != plan.knobs
+            and self.filling.account(other).fits
+        ]
+        for changed in self._ranked(variants, _MOST_REFINED * time):
+            if self._is_faster(changed, time):
+                time, plan = self.time(changed), changed
         return time, plan
 
     def _with_many_slots(self, time: float, plan: Plan) -> tuple[float, Plan]:
@@ -744,24 +690,3 @@ class PlacementSearch(Ranking):
             plan = with_knobs(lean, placement=base)
             misses += [plan, next(self.filling.fills(lean, base))]
         return min(misses, key=lambda plan: self.filling.account(plan).excess_bytes)
-
-
-def _kind(plan: Plan) -> tuple[object, ...]:
-    """Returns what the waiting of the ops of `plan` depends on most: its slots, the bytes of a
-    copy, the share of host updates, and the memory that holds layer inputs.
-    """
-    knobs = plan.knobs
-    return (
-        knobs.weight_slots,
-        knobs.gradient_slots,
-        knobs.state_slots,
-        knobs.chunk_bytes,
-        knobs.exchange_bytes,
-        knobs.placement.offloaded_inputs,
-        host_share(plan),
-    )
-
-
-def _piece_bytes(plan: Plan) -> int:
-    """Returns the bytes of a copy and of a collective of `plan` together."""
-    return plan.knobs.chunk_bytes + plan.knobs.exchange_bytes

@@ -114,6 +114,26 @@ def best(case: Case) -> Estimate:
             2.475,
             id="inputs-for-slots",
         ),
+        # 2.729 s: a few slots were usual, because nothing fits with more, and no plan had the usual
+        # gradient and state slots in place of a weight slot and whole layers.
+        pytest.param(
+            (
+                "pythia-6.9b",
+                8,
+                "l40s",
+                Workload(
+                    batch=1,
+                    sequence=256,
+                    dtype="fp32",
+                    optimizer="muon",
+                    compiled=True,
+                    loss_chunk=4096,
+                ),
+                (8.6883, 128),
+            ),
+            1.875,
+            id="usual-slots-for-layers-and-a-weight-slot",
+        ),
     ],
 )
 def test_a_search_makes_room_for_a_change(case: Case, seconds: float) -> None:
