@@ -104,19 +104,24 @@ def host_updating(plan: Plan, every: int = 1) -> Plan:
     )
 
 
+def host_share(plan: Plan) -> int:
+    """Returns which of its streamed layers `plan` updates on the host: 0 if none, 1 if all, and 2
+    if only some, usually every second one.
+    """
+    updated = plan.placed("host_updated")
+    streamed = set(plan.model.stack) - plan.placed("weights") - updated_on_device(plan)
+    return (1 if updated >= streamed else 2) if updated else 0
+
+
 def updated_like(plan: Plan, other: Plan) -> Plan:
     """Returns `plan` with the same share of its streamed layers updated on the host as in `other`:
     all of them, every second one, or none.
     """
-    updated, streamed = (
-        other.placed("host_updated"),
-        set(other.model.stack) - other.placed("weights") - updated_on_device(other),
+    if share := host_share(other):
+        return host_updating(plan, every=share)
+    return with_knobs(
+        plan, placement=msgspec.structs.replace(plan.knobs.placement, host_updated="")
     )
-    if not updated:
-        return with_knobs(
-            plan, placement=msgspec.structs.replace(plan.knobs.placement, host_updated="")
-        )
-    return host_updating(plan, every=1 if updated >= streamed else 2)
 
 
 def all_on_host(plan: Plan) -> str:

@@ -18,7 +18,7 @@ from megatrain.simulator.schedule.plan import Knobs, Plan
 class TimedPlan:
     """A lowered plan with at most two groups of micro-batches, and its predicted times.
 
-    Each further group of the step adds the time of the second group.
+    Each further group of the step adds the time of the second group without contention.
     """
 
     def __init__(self, schedule: Schedule, costs: CostModel, group: int, more: int) -> None:
@@ -39,26 +39,23 @@ class TimedPlan:
         return two_groups_ns(self._schedule, self._costs, self._group)
 
     @functools.cached_property
-    def _step_ratio(self) -> float:
-        """The time of a step with all groups, divided by the time of the schedule.
+    def _further_ns(self) -> int:
+        """The time in ns that the groups beyond the second add.
 
-        The ratio differs between plans, because updates run once per step but weights are copied
-        for each group. So the best plan for two groups may not be the best for many.
+        Without contention, because the contention of the other two groups would be too much for
+        them: most ops that slow compute down are updates, which run once per step, at its ends.
         """
-        if self._more <= 0:
-            return 1.0
-        makespan, further = self._alone_ns
-        return 1 + self._more * further / max(makespan, 1)
+        return max(self._more, 0) * self._alone_ns[1]
 
     @functools.cached_property
     def bound_ns(self) -> float:
         """Step time without contention, in ns. It is a lower bound of `step_ns`."""
-        return self._alone_ns[0] * self._step_ratio
+        return self._alone_ns[0] + self._further_ns
 
     @functools.cached_property
     def step_ns(self) -> float:
         """Expected step time in ns, from the engine. The first access runs the simulation."""
-        return expected_ns(self._schedule, self._costs) * self._step_ratio
+        return expected_ns(self._schedule, self._costs) + self._further_ns
 
 
 class KnownPlans:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from megatrain.simulator.model.layer import EMBEDDING
 from megatrain.simulator.planner.assessment import exchanged_bytes, with_knobs
 from megatrain.simulator.planner.filling import (
     CLASSES,
@@ -41,14 +42,17 @@ class MakingRoom:
     def changes(self, plan: Plan, largest_chunk: int) -> Iterator[Plan]:
         """Yields plans that differ from `plan` by one change, whether they fit or not.
 
-        The changes are: more layers on the device, larger copies of up to `largest_chunk` bytes,
-        gradients that are exchanged whole, more weight slots, the usual or a few slots, another
-        share of host updates, other memory for the layer inputs, other saved attention outputs, and
-        one more layer or all layers that save their activations.
+        The changes are: more layers on the device, the state of the embedding or of the head there,
+        larger copies of up to `largest_chunk` bytes, gradients that are exchanged whole, more
+        weight slots, the usual or a few slots, another share of host updates, other memory for the
+        layer inputs, other saved attention outputs, and one more layer or all layers that save
+        their activations.
         """
         knobs, placement, layers = plan.knobs, plan.knobs.placement, plan.model.layers
         for more in _MORE_LAYERS:
             yield self._with_more_layers(plan, more)
+        for end in (EMBEDDING, plan.model.head):
+            yield self._with_end(plan, end)
         for factor in _LARGER:
             if factor * knobs.chunk_bytes <= largest_chunk:
                 yield with_knobs(plan, chunk_bytes=factor * knobs.chunk_bytes)
@@ -81,7 +85,9 @@ class MakingRoom:
         Each of these gives up one thing: state on the device, whole layers on the device, weight
         slots, other slots, layer inputs on the device, attention outputs, or saved activations.
         State is given up in this order: moments and low halves, gradients, weights. If other slots,
-        layer inputs or attention outputs are too little, whole layers are given up with them. One
+        layer inputs or attention outputs are too little, whole layers are given up with them. If
+        layer inputs are too little, weight slots are given up with them in another plan. If all
+        weight slots but one are too little, whole layers are given up with them, too. One more
         plan that gives up whole layers saves more activations in the memory that is then left.
         """
         fits, room = self._fits, self._filling.room
@@ -93,13 +99,18 @@ class MakingRoom:
             less = self._filling.trimmed(less, ("gradients",))
         if room(less) < 0:
             less = updated_like(self._filling.trimmed(less, ("weights",)), plan)
-        slots = (
-            with_knobs(plan, weight_slots=count)
-            for count in range(plan.knobs.weight_slots - 1, 0, -1)
-        )
-        others = [less, next(filter(fits, slots), None)]
-        without = _without_attention(plan)
-        leaner = (plan, self._with_few_slots(plan), _placed(plan, offloaded_inputs="all"), without)
+        offloading, without = _placed(plan, offloaded_inputs="all"), _without_attention(plan)
+        others = [less]
+        for kept in dict.fromkeys((plan, offloading)) if in_slots(plan) else ():
+            slots = (
+                with_knobs(kept, weight_slots=count)
+                for count in range(plan.knobs.weight_slots - 1, 0, -1)
+            )
+            one_slot = with_knobs(kept, weight_slots=1)
+            others.append(
+                next(filter(fits, slots), None) or self._filling.with_fewer_layers(one_slot)
+            )
+        leaner = (plan, self._with_few_slots(plan), offloading, without)
         others += map(self._filling.with_fewer_layers, dict.fromkeys(leaner))
         others.append(self._filling.saving_most(self._filling.with_fewer_layers(plan)))
         for kept in dict.fromkeys((plan, without)):
@@ -108,7 +119,7 @@ class MakingRoom:
             if most >= 0:
                 count = min(most, saved)
                 others.append(_placed(kept, saved_activations=last(plan.model.layers, count)))
-        yield from filter(fits, dict.fromkeys(filter(None, others)))
+        yield from filter(fits, dict.fromkeys(others))
 
     def _fits(self, plan: Plan) -> bool:
         return self._filling.account(plan).fits
@@ -126,6 +137,18 @@ class MakingRoom:
             if layers[0] in kept and count < plan.model.layers:
                 held[name] = ranges(layers, {*kept, *layers[: 1 + count + more]})
         return updated_like(_placed(plan, **held), plan)
+
+    def _with_end(self, plan: Plan, end: str) -> Plan:
+        """Returns `plan` with the state of its embedding or head on the device, in each class of
+        which the plan keeps the state of any layer there. `end` is the name of this layer.
+
+        A fill that adds whole layers first reaches the head last, if at all. The host updates the
+        same share of the streamed layers as in `plan`.
+        """
+        layers = list(plan.model.stack)
+        held = {name: kept for name in CLASSES if (kept := plan.placed(name))}
+        texts = {name: ranges(layers, {*kept, end}) for name, kept in held.items()}
+        return updated_like(_placed(plan, **texts), plan)
 
     def _with_few_slots(self, plan: Plan) -> Plan:
         """Returns `plan` with at most `FEW_SLOTS`."""

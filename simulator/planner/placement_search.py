@@ -32,6 +32,8 @@ and then improves the best one:
    climb. With several GPUs, also try plans that save some activations less, or keep fewer
    gradients on the device.
 10. Try larger copies, if they fit in the memory that is left (`_with_larger_copies`).
+11. Climb from a candidate with another share of host updates, if it is nearly as fast as the best
+    plan (`_other_shares`).
 
 A second search begins with candidates that are filled in additional ways (`Filling`). It replaces
 nothing of the first one, because a climb from a better candidate may end at a worse plan.
@@ -39,10 +41,7 @@ nothing of the first one, because a climb from a better candidate may end at a w
 With clipping by update, there are two searches, one with state slots that hold a whole layer and
 one with the usual slots. The fastest result is returned.
 
-`polished` improves the result of these searches. It makes one change at a time and gives up
-something else for it (`making_room.py`). The steps above add only what fits in the memory that is
-left. So, with half a GiB more, they may fill this memory with something that gains less than what
-they chose before.
+`polished` improves the result of these searches (`polishing.py`).
 
 With several GPUs, the plans are those of a rank, which owns a part of each layer. Layers on the
 device pass through slots too, and no layer is updated on the host.
@@ -53,7 +52,6 @@ there is no plan, and `nearest_miss` returns the one that exceeds its limits by 
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -62,38 +60,25 @@ import msgspec
 
 from megatrain.simulator import policies
 from megatrain.simulator.costs import CostModel
-from megatrain.simulator.costs.remembered import Remembered, costs_sizes
 from megatrain.simulator.model.layer import DTYPE_BYTES
-from megatrain.simulator.planner.assessment import (
-    Estimate,
-    InShortGroups,
-    RunnerUp,
-    schedule_to_time,
-    step_seconds,
-    with_knobs,
-    without_unused_inputs,
-)
+from megatrain.simulator.planner.assessment import Estimate, RunnerUp, with_knobs
 from megatrain.simulator.planner.filling import (
     CLASSES,
-    Filling,
     all_on_host,
     classes_of,
+    host_share,
     host_updating,
     in_slots,
     last,
     ranges,
     updated_like,
 )
-from megatrain.simulator.planner.known_plans import TimedPlan, known_plans
-from megatrain.simulator.planner.making_room import MakingRoom
+from megatrain.simulator.planner.polishing import MOST_STARTED, Polishing
+from megatrain.simulator.planner.ranking import FINALISTS, TIE, WAITING_NEARBY
 from megatrain.simulator.schedule.arithmetic import part_elements
-from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
+from megatrain.simulator.schedule.plan import Placement, Plan
 
 _STEPS = 8  # steps from no saved layer to as many as fit
-_FINALISTS = 2  # plans that `_ranked` returns, at most
-# Simulated plans in a row that may be no better than the best before a ranking ends. All plans that
-# remain have higher lower bounds.
-_PATIENCE = 8
 _CHUNKS = 8  # the most copies of the largest decoder layer
 _LEAST_CHUNK, _USUAL_CHUNK = 16 * 2**20, 64 * 2**20
 _STATE_SHARE = 1 / 16  # the largest share of the device's memory for state slots
@@ -101,11 +86,7 @@ _CLASSES_BYTES = 8  # bytes of a state slot, for all classes, per byte of weight
 # One chunk is loaded, one updated, one stored, and one is spare. With 2 slots, a step of a 14B
 # model on an H200 is predicted 2 % slower and takes 0.9 GiB less.
 _STATE_SLOTS = 4
-# With more ops than this, larger copies are tried instead of smaller ones. Smaller copies gain a
-# few per cent, but a simulation of so many ops takes 0.1 s.
-_MANY_OPS = 3000
 _LEAST_STEP = 1.0005  # the search goes on if a neighbour is faster by at least this factor
-_MANY_COARSE_OPS = 1000  # like `_MANY_OPS`, for a plan with few large copies
 _MOST_REFINED = 1.05  # a candidate is not refined if it is slower than a limit by this factor
 # The search also climbs from the second-best candidate, unless the end of the first climb is faster
 # by this factor.
@@ -114,17 +95,6 @@ _MOST_CLIMBED = 1.01
 # if that is faster by this factor. It is below 1.005 because a tested property is that more memory
 # never makes the chosen plan slower by 0.5 %.
 _LEAST_HOST_GAIN = 1.004
-_LEAST_POLISH = 1.002  # the best plan is changed if that makes it faster by this factor
-# Plans near the best one that are lowered in a row without finding a faster one.
-_MOST_POLISHED = 12
-_POLISHING_OPS = 24_000  # the most ops of these plans together; one plan may have more
-# A plan without larger copies is tried if it is faster even with this share of the waiting and
-# contention of the best plan: of the time by which that plan's step takes longer than its bound.
-_STILL_WAITING = 0.85
-# A neighbour is simulated if it may be faster with this share of the waiting of the plan. With a
-# share of 0.75, a drawn step was predicted 3.7 % slower.
-_WAITING_NEARBY = 0.5
-_TIE = 1.001  # plans whose times differ by less than this factor count as equally fast
 # Plans with fewer slots are tried if that frees at least this share of the device's memory.
 _LEAST_FREED = 1 / 64
 _FEWER_SLOTS: tuple[dict[str, int], ...] = (
@@ -135,7 +105,7 @@ _FEWER_SLOTS: tuple[dict[str, int], ...] = (
 """Knobs that need less and less memory. They are tried in order until a plan fits."""
 
 
-class PlacementSearch:
+class PlacementSearch(Polishing):
     """Searches the placements and slots for one policy, model, workload and machine."""
 
     def __init__(self, plan: Plan, costs: CostModel, *, more: bool = False) -> None:
@@ -144,9 +114,9 @@ class PlacementSearch:
             max(part_elements(plan, spec.name) for spec in plan.model.decoders)
             * DTYPE_BYTES[plan.workload.dtype]
         )
-        self.coarse = max(_USUAL_CHUNK, 2 ** ((layer // 2).bit_length()))
-        """Bytes of a copy with which plans are ranked: at least half of the largest layer, or of a
-        rank's part of it."""
+        # Bytes of a copy with which plans are ranked: at least half of the largest layer, or of a
+        # rank's part of it.
+        coarse = max(_USUAL_CHUNK, 2 ** ((layer // 2).bit_length()))
         room = 2 ** (
             int(
                 _STATE_SHARE * plan.device_limit_bytes / (_STATE_SLOTS * _CLASSES_BYTES)
@@ -156,22 +126,13 @@ class PlacementSearch:
         usual = max(
             min(max(_USUAL_CHUNK, 2 ** ((layer // _CHUNKS).bit_length())), room), _LEAST_CHUNK
         )
-        self.plan, self.costs = (
-            with_knobs(
-                plan,
-                chunk_bytes=usual,
-                state_slots=_STATE_SLOTS,
-                weights_ahead=int(not policies.find(plan.policy).defers_update(plan)),
-            ),
-            costs,
+        first = with_knobs(
+            plan,
+            chunk_bytes=usual,
+            state_slots=_STATE_SLOTS,
+            weights_ahead=int(not policies.find(plan.policy).defers_update(plan)),
         )
-        group = plan.knobs.micro_batch_group
-        timing = InShortGroups(costs, group) if group > 2 else costs
-        self.timing = Remembered(timing) if costs_sizes(timing) else timing
-        """The costs of shortened plans."""
-        self._known, self._more = known_plans(plan, costs), more
-        self.filling = Filling(plan, costs, self._known.accounts, more=more)
-        self.lower_bound, self._runs = self._known.lower_bound, self._known.runs
+        super().__init__(first, costs, coarse, more=more)
 
     def best(self, limit_ns: float = math.inf) -> Estimate | None:
         """Returns the fastest plan that fits, or None if none fits.
@@ -208,67 +169,6 @@ class PlacementSearch:
         `best`.
         """
         return self._climbed(self.time(plan), plan)[1]
-
-    def polished(self, best: Estimate) -> Estimate:
-        """Returns `best`, which this search found, or a faster plan with `best` as its runner-up.
-
-        Each step goes to a plan that differs from the last one by one change, for which the plan
-        gives up something else (`MakingRoom`). Plans are tried in the order of their lower bounds,
-        and the first faster one is taken.
-        """
-        time, plan = start = self.time(best.plan), best.plan
-        tried = {plan.knobs}
-        while better := self._first_faster(time, plan, tried):
-            time, plan = better
-        if (time, plan) == start:
-            return best
-        polished = self._estimate(plan)
-        if polished.step_seconds >= best.step_seconds:
-            return best
-        runner_up = RunnerUp(
-            policy=best.plan.policy, knobs=best.plan.knobs, step_seconds=best.step_seconds
-        )
-        return msgspec.structs.replace(polished, runner_up=runner_up)
-
-    def _first_faster(
-        self, time: float, plan: Plan, tried: set[Knobs]
-    ) -> tuple[float, Plan] | None:
-        """Returns a plan of `MakingRoom` that is faster than `plan`, and its step time in ns.
-
-        Returns None if none of the plans with the lowest bounds is faster. `time` is the step time
-        of `plan` in ns. Plans whose knobs are in `tried` are left out, and all others are added.
-        """
-        limit = time / _LEAST_POLISH
-        # Changes other than larger copies hardly alter how long ops wait, so their bounds must be
-        # low enough.
-        waiting, _ = self.waiting_ns(plan)
-        # Larger copies gain at most what the large copies of the ranking would gain.
-        largest = self.coarse if self._coarse(plan).step_ns < limit else 0
-        room = MakingRoom(self.filling, self.plan)
-        hopeful: list[tuple[float, int, Plan]] = []
-        for changed in room.changes(plan, largest):
-            larger = _piece_bytes(changed) > _piece_bytes(plan)
-            most = limit if larger else limit - waiting
-            # Giving something up hardly lowers the bound.
-            if changed.knobs in tried or self.lower_bound.step_ns(changed) >= most:
-                continue
-            for other in room.fitting(changed):
-                if other.knobs not in tried and (bound := self.lower_bound.step_ns(other)) < most:
-                    tried.add(other.knobs)
-                    hopeful.append((bound, len(hopeful), other))
-        count = min(max(_POLISHING_OPS // self._run(plan).ops, 1), _MOST_POLISHED)
-        for _, _, other in sorted(hopeful)[:count]:
-            if self._run(other).bound_ns < limit and self.time(other) < limit:
-                return self.time(other), other
-        return None
-
-    def waiting_ns(self, plan: Plan, share: float = _STILL_WAITING) -> tuple[float, float]:
-        """Returns `share` of the time, in ns, by which a step of `plan` takes longer than its lower
-        bound, and than the time of the evaluator, because ops wait for slots and slow each other.
-        """
-        run = self._run(plan)
-        bounds = self.lower_bound.step_ns(plan), run.bound_ns
-        return share * (run.step_ns - bounds[0]), share * (run.step_ns - bounds[1])
 
     def rough_ns(self) -> float:
         """Returns a rough guess of the best step time, in ns: the lowest of the lower bounds of a
@@ -342,6 +242,7 @@ class PlacementSearch:
                 second = self._climbed(*second)
             # The first plan is improved, too, because it may end at a faster plan.
             found += self._improved(*second) if second[0] < time else [second]
+        found += self._other_shares(candidates, found)
         (time, plan), *rivals = sorted(found, key=lambda entry: entry[0])
         rivals = [entry for entry in rivals if entry[1] != plan]
         if not rivals:
@@ -358,6 +259,31 @@ class PlacementSearch:
         runner_up = RunnerUp(policy=other.policy, knobs=other.knobs, step_seconds=runner_up_seconds)
         return msgspec.structs.replace(best, runner_up=runner_up)
 
+    def _other_shares(
+        self, candidates: Sequence[Plan], found: list[tuple[float, Plan]]
+    ) -> list[tuple[float, Plan]]:
+        """Returns plans, with their step times in ns, whose share of host updates no plan of
+        `found` has.
+
+        A climb hardly changes the share. So, for each share, another climb begins from the fastest
+        candidate with it, if that is nearly as fast as the best plan.
+        """
+        results = list[tuple[float, Plan]]()
+        with_all = [plan for plan in candidates if host_share(plan) == 1]
+        for share, plans in (
+            (0, [plan for plan in candidates if host_share(plan) == 0]),
+            (1, with_all),
+            (2, [host_updating(plan, every=2) for plan in with_all]),
+        ):
+            if share in {host_share(plan) for _, plan in found}:
+                continue
+            limit = MOST_STARTED * min(time for time, _ in found)
+            fitting = [other for other in plans if self.filling.account(other).fits]
+            for start in self._ranked(fitting, limit)[:1]:
+                if self.time(start) < limit:
+                    results += self._improved(*self._climbed(self.time(start), start))
+        return results
+
     def _improved(self, time: float, plan: Plan) -> list[tuple[float, Plan]]:
         """Returns (step time in ns, plan) after steps 7 to 10 of the search, and before each of
         them that found a faster plan.
@@ -373,17 +299,6 @@ class PlacementSearch:
             if faster < found[-1][0]:
                 found.append(self._climbed(faster, other))
         return found
-
-    def _estimate(self, plan: Plan) -> Estimate:
-        """Returns the memory of `plan`, and the time of a step with all its micro-batches."""
-        run = self._run(plan)
-        if with_knobs(plan, groups=2) == plan:  # the run has all micro-batches
-            seconds = (run.step_ns + self.costs.step_overhead_ns) / 1e9
-        else:
-            seconds = step_seconds(schedule_to_time(plan, self.costs), self.costs)
-        return Estimate(
-            plan=plan, account=self.filling.account(plan), step_seconds=seconds, streams=run.streams
-        )
 
     def _everything(self, plan: Plan, base: Placement) -> Iterator[Plan]:
         """Yields plans that keep all state on the device and save activations of as many layers as
@@ -447,76 +362,6 @@ class PlacementSearch:
             for chunk in (size, 2 * size)
         ]
 
-    def _ranked(
-        self,
-        candidates: Sequence[Plan],
-        limit_ns: float = math.inf,
-        waiting: tuple[float, float] = (0.0, 0.0),
-    ) -> list[Plan]:
-        """Returns the fastest two of `candidates`, the fastest first.
-
-        They are timed with few large copies. Candidates that then take more than `limit_ns` are
-        left out. `waiting` is the time in ns by which a step is expected to take longer than its
-        lower bound, and than the time of the evaluator. The ranking is a best-first search:
-
-        1. Put all candidates into a priority queue, ordered by a lower bound of their step time.
-        2. Take the candidate with the lowest bound. Replace its bound by the next tighter one, and
-           put it back. The bounds are `LowerBound.compute_ns`, `LowerBound.step_ns`, and the time
-           of the evaluator, for which the plan is lowered. `waiting` is added to the last two.
-        3. If it already has the tightest bound, simulate it and compare it with the best two.
-        4. Stop if the lowest bound is above the second-best time, or if several simulated
-           candidates in a row were no better.
-        """
-        bounds: list[tuple[float, int, int]] = [
-            (self.lower_bound.compute_ns(other), 0, index) for index, other in enumerate(candidates)
-        ]
-        heapq.heapify(bounds)
-        best: list[tuple[float, int]] = []
-        without_gain = 0
-        while (
-            bounds
-            and bounds[0][0] <= (best[-1][0] if len(best) == _FINALISTS else limit_ns)
-            and without_gain < _PATIENCE
-        ):
-            bound, tightness, index = heapq.heappop(bounds)
-            if tightness == 0:
-                coarse = with_knobs(candidates[index], chunk_bytes=self.coarse)
-                bound = max(bound, self.lower_bound.step_ns(coarse) + waiting[0])
-                heapq.heappush(bounds, (bound, 1, index))
-                continue
-            run = self._coarse(candidates[index])
-            if tightness == 1:
-                heapq.heappush(bounds, (run.bound_ns + waiting[1], 2, index))
-                continue
-            better = (
-                sorted([*best, (run.step_ns, index)])[:_FINALISTS]
-                if run.step_ns <= limit_ns
-                else best
-            )
-            without_gain = without_gain + 1 if better == best else 0
-            best = better
-        return [candidates[index] for _, index in best]
-
-    def _coarse(self, candidate: Plan) -> TimedPlan:
-        """Returns the candidate, lowered with few large copies, even if it does not fit that way.
-
-        Candidates are ranked with these copies because they are simulated quickly, and because all
-        candidates then have copies of the same size.
-        """
-        return self._run(with_knobs(candidate, chunk_bytes=self.coarse))
-
-    def _run(self, plan: Plan) -> TimedPlan:
-        """Returns the plan, lowered with at most two groups of micro-batches. Results are
-        cached.
-        """
-        plan = without_unused_inputs(plan)
-        if plan.knobs not in self._runs:
-            schedule = schedule_to_time(with_knobs(plan, groups=2), self.timing)
-            group = plan.knobs.micro_batch_group
-            more = plan.micro_batches // group - 2
-            self._runs[plan.knobs] = TimedPlan(schedule, self.timing, min(group, 2), more)
-        return self._runs[plan.knobs]
-
     def _climbed(self, time: float, plan: Plan) -> tuple[float, Plan]:
         """Moves from `plan` to its fastest neighbour until no neighbour is faster.
 
@@ -542,42 +387,6 @@ class PlacementSearch:
         """
         other = self.filling.with_another_slot(plan)
         return (self.time(other), other) if other and self._is_faster(other, time) else None
-
-    def faster(self, time: float, plan: Plan, others: Sequence[Plan]) -> tuple[float, Plan] | None:
-        """Returns the fastest of `others` and its time in ns, or None if none is faster than
-        `plan`, whose step takes `time` ns.
-
-        The first two plans of the ranking are timed with their own size of copies. If `plan` has
-        many ops, only the first is.
-        """
-        if not others:
-            return None
-        waiting = self.waiting_ns(with_knobs(plan, chunk_bytes=self.coarse), _WAITING_NEARBY)
-        ranked = self._ranked(others, _TIE * self._coarse(plan).step_ns, waiting)[
-            : 1 if self._has_many_ops(plan) else _FINALISTS
-        ]
-        times = [(self.time(other), other) for other in ranked]
-        fastest = min(times, key=lambda entry: entry[0], default=None)
-        return fastest if fastest and fastest[0] < time else None
-
-    def _is_faster(self, plan: Plan, time: float) -> bool:
-        """Returns whether a step of `plan` takes less than `time` ns, by more than `_TIE`.
-
-        The plan is simulated only if its lower bound is low enough.
-        """
-        return self.lower_bound.step_ns(plan) * _TIE < time and self.time(plan) * _TIE < time
-
-    def _has_many_ops(self, plan: Plan) -> bool:
-        """Returns whether the plan has more than `_MANY_COARSE_OPS` ops with few large copies."""
-        return self._coarse(plan).ops > _MANY_COARSE_OPS
-
-    def time(self, plan: Plan) -> float:
-        """Returns the simulated step time of `plan` in ns.
-
-        Two groups of micro-batches are simulated. Each further group adds the time of the second.
-        Results are cached.
-        """
-        return self._run(plan).step_ns
 
     def _candidates(self, plan: Plan) -> Iterator[Plan]:
         """Yields the plans to rank. All of them fit. See step 1 in the module's docstring."""
@@ -608,11 +417,12 @@ class PlacementSearch:
         faster with them, and otherwise `plan`.
 
         The refinements are the share of host updates, the bytes of a copy, and the weight slots.
+        A plan with host updates keeps its share, so that the search begins from different plans.
         If the host updates no layer of the result, host updates of every second or of all streamed
         layers are tried, too. `time` is the step time of `plan` in ns.
         """
         alike = with_knobs(
-            updated_like(plan, best),
+            plan if plan.placed("host_updated") else updated_like(plan, best),
             chunk_bytes=best.knobs.chunk_bytes,
             weight_slots=best.knobs.weight_slots,
         )
@@ -631,12 +441,12 @@ class PlacementSearch:
                 and self.time(other) < limit
             ):
                 time, plan = self.time(other), other
-                limit = time / _TIE
+                limit = time / TIE
         return time, plan
 
     def _refined(self, time: float, plan: Plan) -> tuple[float, Plan]:
         """Returns a step time and a plan: `plan` with other host updates and another size of
-        copies, where these make it faster by more than `_TIE`.
+        copies, where these make it faster by more than `TIE`.
 
         `time` is the step time of `plan` in ns.
         """
@@ -645,23 +455,15 @@ class PlacementSearch:
         many = self._has_many_small_ops(plan)
         chunk = 4 * knobs.chunk_bytes if many else max(knobs.chunk_bytes // 4, _LEAST_CHUNK)
         # Smaller copies are tried only if the plan's own size is faster than large copies.
-        if many or self._coarse(plan).step_ns > _TIE * time:
+        if many or self._coarse(plan).step_ns > TIE * time:
             changed = with_knobs(plan, chunk_bytes=chunk)
             if (
                 changed.knobs != knobs
                 and self.filling.account(changed).fits
-                and self.time(changed) * _TIE < time
+                and self.time(changed) * TIE < time
             ):
                 time, plan = self.time(changed), changed
         return time, plan
-
-    def _has_many_small_ops(self, plan: Plan) -> bool:
-        """Returns whether the plan, with all its micro-batches, has more than `_MANY_OPS` ops."""
-        # The run has at most two groups of micro-batches. Often they alone have enough ops.
-        return self._run(plan).ops > _MANY_OPS or (
-            plan.micro_batches > 2
-            and len(schedule_to_time(plan, self.costs).compiled.lanes) > _MANY_OPS
-        )
 
     def _with_host_updates(self, time: float, plan: Plan) -> tuple[float, Plan]:
         """Returns the step time and the plan of the fastest of `plan` and its variants with host
@@ -680,20 +482,15 @@ class PlacementSearch:
             )
             for offloaded in ("", "all")
         ]
-        others = dict.fromkeys(
-            other for base in bases for other in self.filling.fills(updated, base)
-        )
-        fitting = [
+        fills = [other for base in bases for other in self.filling.fills(updated, base)]
+        variants = [
             other
-            for other in others
-            if other.placed("host_updated") and self.filling.account(other).fits
+            for other in dict.fromkeys([host_updating(plan), host_updating(plan, every=2), *fills])
+            if other.placed("host_updated")
+            and other.knobs != plan.knobs
+            and self.filling.account(other).fits
         ]
-        same = [
-            other
-            for other in (host_updating(plan), host_updating(plan, every=2))
-            if other.knobs != plan.knobs and self.filling.account(other).fits
-        ]
-        for changed in self._ranked(list(dict.fromkeys([*same, *fitting]))):
+        for changed in self._ranked(variants, _MOST_REFINED * time):
             if self._is_faster(changed, time):
                 time, plan = self.time(changed), changed
         return time, plan
@@ -751,7 +548,7 @@ class PlacementSearch:
         Larger copies are tried only if `plan` is slower than with the large copies of the ranking.
         `time` is the step time of `plan` in ns.
         """
-        if self._coarse(plan).step_ns * _TIE >= time:
+        if self._coarse(plan).step_ns * TIE >= time:
             return time, plan
         for factor in (4, 2):
             other = with_knobs(plan, chunk_bytes=factor * plan.knobs.chunk_bytes)
@@ -776,7 +573,7 @@ class PlacementSearch:
             inputs = msgspec.structs.replace(placement, offloaded_inputs=offloaded)
             if faster := self._fastest_whole(limit, with_knobs(plan, placement=inputs)):
                 time, plan = faster
-                limit = time / _TIE
+                limit = time / TIE
         return self._fastest_whole(limit, plan, every_slot=True) or (time, plan)
 
     def _with_fewer_slots(self, time: float, plan: Plan) -> tuple[float, Plan]:
@@ -786,7 +583,9 @@ class PlacementSearch:
         Slots that take only a small share of the device's memory are kept. `time` is the step time
         of `plan` in ns.
         """
-        knobs, room = plan.knobs, self.filling.room(plan)
+        knobs, room, limit = plan.knobs, self.filling.room(plan), time / _LEAST_HOST_GAIN
+        # With fewer slots, ops hardly wait less.
+        waiting = self.waiting_ns(plan, WAITING_NEARBY)
         fewer = {
             "state_slots": max(knobs.state_slots // 2, 1),
             "gradient_slots": max(knobs.gradient_slots - 1, 1),
@@ -797,7 +596,7 @@ class PlacementSearch:
             if self.filling.room(other) - room < _LEAST_FREED * plan.device_limit_bytes:
                 continue
             near = sorted(dict.fromkeys(self.filling.wider(other)), key=self.lower_bound.step_ns)
-            near = near[:_FINALISTS]
+            near = near[:FINALISTS]
             if (whole := self.filling.whole_count(plan)) is not None:
                 near += filter(
                     None, (self._whole_layers_plan(other, whole + more, time) for more in (0, 1))
@@ -805,11 +604,12 @@ class PlacementSearch:
             for wider in near:
                 # Large copies would hide the effect of slots, so the plan's own size is timed.
                 if (
-                    self.lower_bound.step_ns(wider) * _LEAST_HOST_GAIN < time
-                    and self._run(wider).bound_ns * _LEAST_HOST_GAIN < time
-                    and self.time(wider) * _LEAST_HOST_GAIN < time
+                    self.lower_bound.step_ns(wider) + waiting[0] < limit
+                    and self._run(wider).bound_ns + waiting[1] < limit
+                    and self.time(wider) < limit
                 ):
                     time, plan = self.time(wider), wider
+                    limit = time / _LEAST_HOST_GAIN
         return time, plan
 
     def _fastest_whole(
@@ -890,8 +690,3 @@ class PlacementSearch:
             plan = with_knobs(lean, placement=base)
             misses += [plan, next(self.filling.fills(lean, base))]
         return min(misses, key=lambda plan: self.filling.account(plan).excess_bytes)
-
-
-def _piece_bytes(plan: Plan) -> int:
-    """Returns the bytes of a copy and of a collective of `plan` together."""
-    return plan.knobs.chunk_bytes + plan.knobs.exchange_bytes

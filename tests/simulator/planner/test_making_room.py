@@ -13,7 +13,7 @@ from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.assessment import Estimate, with_knobs
-from megatrain.simulator.planner.filling import GIB
+from megatrain.simulator.planner.filling import GIB, last
 from megatrain.simulator.planner.making_room import MakingRoom
 from megatrain.simulator.planner.placement_search import PlacementSearch
 from megatrain.simulator.planner.search import best_placed, plans_of
@@ -113,6 +113,26 @@ def best(case: Case) -> Estimate:
             ),
             2.475,
             id="inputs-for-slots",
+        ),
+        # 2.729 s: a few slots were usual, because nothing fits with more, and no plan had the usual
+        # gradient and state slots in place of a weight slot and whole layers.
+        pytest.param(
+            (
+                "pythia-6.9b",
+                8,
+                "l40s",
+                Workload(
+                    batch=1,
+                    sequence=256,
+                    dtype="fp32",
+                    optimizer="muon",
+                    compiled=True,
+                    loss_chunk=4096,
+                ),
+                (8.6883, 128),
+            ),
+            1.875,
+            id="usual-slots-for-layers-and-a-weight-slot",
         ),
     ],
 )
@@ -218,3 +238,40 @@ def test_nothing_fits_where_even_the_least_state_does_not() -> None:
     saving = with_knobs(search.plan, placement=Placement(weights="all", moments="all"))
     tiny = MakingRoom(search.filling, search.plan)
     assert not list(tiny.fitting(msgspec.structs.replace(saving, device_limit_bytes=GIB)))
+
+
+def test_weight_slots_are_given_up_together_with_layer_inputs() -> None:
+    """Neither alone makes enough room for one more layer that saves its activations."""
+    search = searched(ATTENTION_GAVE_WAY)
+    making = MakingRoom(search.filling, search.plan)
+    layers = search.plan.model.layers
+    full = with_knobs(
+        search.plan, weight_slots=8, placement=Placement(saved_activations=last(layers, layers - 4))
+    )
+    fewer = with_knobs(
+        full,
+        weight_slots=5,
+        placement=msgspec.structs.replace(full.knobs.placement, offloaded_inputs="all"),
+    )
+    limit = search.filling.account(fewer).device_peak_bytes
+    tight = msgspec.structs.replace(full, device_limit_bytes=limit)
+    found = [plan.knobs for plan in making.fitting(tight)]
+    assert fewer.knobs in found
+
+
+@pytest.mark.parametrize("end", ["e", "h"])
+def test_the_embedding_or_the_head_joins_the_state_on_the_device(end: str) -> None:
+    model, hardware = ModelSpec.load("llama-3.1-8b"), HardwareSpec.load("h200")
+    work = Workload(batch=1, sequence=1024)
+    (plan,) = plans_of(model, hardware, work, policies=["overlapped"])
+    search = PlacementSearch(plan, cost_model(hardware, model, work))
+    kept = with_knobs(
+        search.plan, placement=Placement(weights="0-3", moments="0", host_updated="e,4-31,h")
+    )
+    changed = MakingRoom(search.filling, search.plan).changes(kept, 0)
+    placements = [other.knobs.placement for other in changed]
+    together = {"e": "e,0-3", "h": "0-3,h"}[end]
+    other = next(placement for placement in placements if placement.weights == together)
+    assert other.moments == {"e": "e,0", "h": "0,h"}[end]
+    assert other.host_updated == {"e": "4-31,h", "h": "e,4-31"}[end]
+    assert other.gradients == ""

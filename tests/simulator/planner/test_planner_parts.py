@@ -34,7 +34,8 @@ from megatrain.simulator.planner.filling import (
     ranges,
     updated_like,
 )
-from megatrain.simulator.planner.placement_search import _TIE, PlacementSearch
+from megatrain.simulator.planner.placement_search import PlacementSearch
+from megatrain.simulator.planner.ranking import TIE
 from megatrain.simulator.planner.search import plans_of, search
 from megatrain.simulator.planner.slot_search import (
     CHUNK_BYTES,
@@ -646,7 +647,7 @@ def test_host_updates_of_all_and_of_every_second_layer_are_tried(
     plan = streaming(make_plan)
     search = PlacementSearch(plan, cost_model(H200, plan.model, plan.workload))
     tried: list[Plan] = []
-    monkeypatch.setattr(search, "_ranked", lambda plans: tried.extend(plans) or plans)
+    monkeypatch.setattr(search, "_ranked", lambda plans, _: tried.extend(plans) or plans)
     time, found = search._with_host_updates(math.inf, plan)
     assert host_updating(plan) in tried
     assert host_updating(plan, every=2) in tried
@@ -694,8 +695,8 @@ def test_another_slot_is_taken_only_if_it_is_faster(make_plan: MakePlan) -> None
     assert search._with_another_slot(2 * time, plan) == (time, other)
     assert search._with_another_slot(time, plan) is None
     # A plan that is faster by exactly the factor of a tie counts as equally fast.
-    assert search._with_another_slot(_TIE * time, plan) is None
-    assert search._with_another_slot(math.nextafter(_TIE * time, math.inf), plan) == (time, other)
+    assert search._with_another_slot(TIE * time, plan) is None
+    assert search._with_another_slot(math.nextafter(TIE * time, math.inf), plan) == (time, other)
 
 
 def test_another_size_of_copies_is_taken_only_if_it_is_faster(
@@ -708,8 +709,8 @@ def test_another_size_of_copies_is_taken_only_if_it_is_faster(
     other = with_knobs(plan, chunk_bytes=2**24)
     time = search.time(other)
     # A plan that is faster by exactly the factor of a tie counts as equally fast.
-    assert search._refined(_TIE * time, plan) == (_TIE * time, plan)
-    assert search._refined(math.nextafter(_TIE * time, math.inf), plan) == (time, other)
+    assert search._refined(TIE * time, plan) == (TIE * time, plan)
+    assert search._refined(math.nextafter(TIE * time, math.inf), plan) == (time, other)
 
 
 def test_slots_that_free_little_memory_are_given_up_together_with_others(

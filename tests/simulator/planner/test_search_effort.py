@@ -18,7 +18,7 @@ from megatrain.simulator.engine.discrete_event import makespan_ns
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
-from megatrain.simulator.planner import batch_splits, known_plans, placement_search
+from megatrain.simulator.planner import batch_splits, known_plans, ranking
 from megatrain.simulator.planner.assessment import Choice, assess, estimate, group_sizes, with_knobs
 from megatrain.simulator.planner.batch_splits import best_split
 from megatrain.simulator.planner.filling import Filling, last
@@ -84,7 +84,7 @@ def test_a_search_of_known_plans_times_none_and_finds_the_same(
         return candidates(model, H200, work, policies=["overlapped"], device_limit=limit)[0]
 
     first = found()
-    timed = counted(monkeypatch, placement_search, "schedule_to_time")
+    timed = counted(monkeypatch, ranking, "schedule_to_time")
     assert found() == first
     assert not timed
     # Another limit shares the times of plans, which do not depend on it.
@@ -137,7 +137,7 @@ def test_offloaded_inputs_are_ignored_where_all_layers_save_their_activations(
         for inputs in ("", "all")
     )
     assert policies.lower(kept).digest == policies.lower(moved).digest
-    lowered = counted(monkeypatch, placement_search, "schedule_to_time")
+    lowered = counted(monkeypatch, ranking, "schedule_to_time")
     search = PlacementSearch(plan, cost_model(H200, model, work))
     assert search.time(kept) == search.time(moved)
     assert search.lower_bound.step_ns(kept) == search.lower_bound.step_ns(moved)

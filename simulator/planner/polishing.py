@@ -1,0 +1,138 @@
+"""Polishing: improves the result of a search by one change at a time, and gives up something else.
+
+The steps of a search add only what fits in the memory that is left. So, with half a GiB more, they
+may fill this memory with something that gains less than what they chose before. `making_room.py`
+has the changes.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from megatrain.simulator.planner.assessment import Estimate, RunnerUp, without_unused_inputs
+from megatrain.simulator.planner.filling import host_share
+from megatrain.simulator.planner.making_room import MakingRoom
+from megatrain.simulator.planner.ranking import WAITING_NEARBY, Ranking
+from megatrain.simulator.schedule.plan import Knobs, Plan
+
+MOST_STARTED = 1.02
+"""A search also goes on from a plan with another share of host updates, unless that is slower than
+the best plan by this factor."""
+_LEAST_POLISH = 1.002  # the best plan is changed if that makes it faster by this factor
+# Plans near the best one that are lowered before the search goes on from the fastest of them.
+_MOST_POLISHED = 12
+_POLISHING_OPS = 24_000  # the most ops of these plans together; one plan may have more
+
+
+class Polishing(Ranking):
+    """Improves plans that a search has found."""
+
+    def polished(self, best: Estimate) -> Estimate:
+        """Returns `best`, which this search found, or a faster plan with `best` as its runner-up.
+
+        Each step goes to a plan that differs from the last one by one change, for which the plan
+        gives up something else (`MakingRoom`). The runner-up of `best` is polished, too, if it is
+        nearly as fast and has another share of host updates, which steps hardly change.
+        """
+        starts, rival = [best.plan], best.runner_up
+        if rival and rival.knobs and rival.step_seconds < MOST_STARTED * best.step_seconds:
+            other = msgspec.structs.replace(best.plan, knobs=rival.knobs)
+            starts += [other] if host_share(other) != host_share(best.plan) else []
+        ends = [self._polished(plan) for plan in starts]
+        found = [self._estimate(end) for end in ends if end not in starts]
+        polished = min(found, key=lambda entry: entry.step_seconds, default=best)
+        if polished.step_seconds >= best.step_seconds:
+            return best
+        runner_up = RunnerUp(
+            policy=best.plan.policy, knobs=best.plan.knobs, step_seconds=best.step_seconds
+        )
+        return msgspec.structs.replace(polished, runner_up=runner_up)
+
+    def _polished(self, plan: Plan) -> Plan:
+        """Returns the plan at the end of the steps of `polished` from `plan`."""
+        time, tried = self.time(plan), {plan.knobs}
+        while better := self._faster_change(time, plan, tried):
+            time, plan = better
+        return plan
+
+    def _faster_change(
+        self, time: float, plan: Plan, tried: set[Knobs]
+    ) -> tuple[float, Plan] | None:
+        """Returns a plan of `MakingRoom` that is faster than `plan`, and its step time in ns.
+
+        Plans are tried in the order of their expected times: the lower bound, and the waiting of
+        a plan of the same kind. Returns None if none of the first is faster. `time` is the step
+        time of `plan` in ns. Plans whose knobs are in `tried` are left out, and all others are
+        added.
+        """
+        limit = time / _LEAST_POLISH
+        # Larger copies gain at most what the large copies of the ranking would gain.
+        largest = self.coarse if self._coarse(plan).step_ns < limit else 0
+        room = MakingRoom(self.filling, self.plan)
+        usual, _ = self.waiting_ns(plan)
+        # Plans with the same slots, copies and host updates wait for about as long as each other.
+        waiting = {_kind(plan): usual}
+
+        def may_be_faster(other: Plan) -> bool:
+            # With larger copies or more slots, ops may not wait at all. Other changes hardly alter
+            # how long they wait.
+            less = _piece_bytes(other) > _piece_bytes(plan) or _has_more_slots(other, plan)
+            least = 0.0 if less else usual
+            least = waiting.get(_kind(other), least)
+            return self.lower_bound.step_ns(other) + least < limit
+
+        def expected_ns(other: Plan) -> float:
+            return self.lower_bound.step_ns(other) + waiting.get(_kind(other), usual)
+
+        hopeful: list[Plan] = []
+        for changed in room.changes(plan, largest):
+            # Giving something up hardly lowers the bound.
+            if changed.knobs in tried or not may_be_faster(changed):
+                continue
+            for other in map(without_unused_inputs, room.fitting(changed)):
+                if other.knobs not in tried and may_be_faster(other):
+                    tried.add(other.knobs)
+                    hopeful.append(other)
+        best = None
+        count = min(max(_POLISHING_OPS // self._run(plan).ops, 1), _MOST_POLISHED)
+        while count and (hopeful := list(filter(may_be_faster, hopeful))):
+            other = min(hopeful, key=expected_ns)
+            hopeful.remove(other)
+            count -= 1
+            found = self._run(other).bound_ns
+            if found < limit and (found := self.time(other)) < limit:
+                best = limit, _ = found, other
+            kind, waited = _kind(other), found - self.lower_bound.step_ns(other)
+            waiting[kind] = min(waiting.get(kind, math.inf), WAITING_NEARBY * waited)
+        return best
+
+
+def _kind(plan: Plan) -> tuple[object, ...]:
+    """Returns what the waiting of the ops of `plan` depends on most: its slots, the bytes of a
+    copy, the share of host updates, and the memory that holds layer inputs.
+    """
+    knobs = plan.knobs
+    return (
+        knobs.weight_slots,
+        knobs.gradient_slots,
+        knobs.state_slots,
+        knobs.chunk_bytes,
+        knobs.exchange_bytes,
+        knobs.placement.offloaded_inputs,
+        host_share(plan),
+    )
+
+
+def _has_more_slots(plan: Plan, other: Plan) -> bool:
+    """Returns whether `plan` has more gradient or state slots than `other`."""
+    return (
+        plan.knobs.gradient_slots > other.knobs.gradient_slots
+        or plan.knobs.state_slots > other.knobs.state_slots
+    )
+
+
+def _piece_bytes(plan: Plan) -> int:
+    """Returns the bytes of a copy and of a collective of `plan` together."""
+    return plan.knobs.chunk_bytes + plan.knobs.exchange_bytes
