@@ -219,11 +219,11 @@ def test_one_more_gib_of_device_memory_saves_activations_where_nothing_is_copied
             HALF, slow, work, policies=["overlapped"], device_limit=gib * GIB, host_limit=100 * GIB
         )[0]
 
-    tight, roomy = best(11), best(12)
+    tight, roomy = best(13), best(14)
     assert not tight.streams
     device, host = one_more_gib(tight, slow, cost_model(slow, HALF, work))
     assert device.gain == pytest.approx(tight.step_seconds / roomy.step_seconds - 1)
-    assert device.gain > 0.04
+    assert device.gain > 0.03
     assert host.gain == 0
 
 
