@@ -31,7 +31,7 @@ and then improves the best one:
 9. Try plans that save no activations and have as many weight slots as fit (`_with_many_slots`), and
    climb. With several GPUs, also try plans that save some activations less, or keep fewer
    gradients on the device.
-10. Try larger copies, if they fit in the memory that is left (`_with_larger_copies`).
+10. Try larger copies, and give up state for them if they do not fit (`_with_larger_copies`).
 11. Climb from a candidate with another share of host updates, if it is nearly as fast as the best
     plan (`_other_shares`).
 
@@ -280,8 +280,9 @@ class PlacementSearch(Polishing):
             limit = MOST_STARTED * min(time for time, _ in found)
             fitting = [other for other in plans if self.filling.account(other).fits]
             for start in self._ranked(fitting, limit)[:1]:
-                if self.time(start) < limit:
-                    results += self._improved(*self._climbed(self.time(start), start))
+                time, plan = self._with_larger_copies(self.time(start), start)
+                if time < limit:
+                    results += self._improved(*self._climbed(time, plan))
         return results
 
     def _improved(self, time: float, plan: Plan) -> list[tuple[float, Plan]]:
@@ -545,15 +546,19 @@ class PlacementSearch(Polishing):
         """Returns the step time and the plan of the faster of two plans: `plan`, and `plan` with
         copies of four times its size, or of twice its size if these do not fit.
 
-        Larger copies are tried only if `plan` is slower than with the large copies of the ranking.
-        `time` is the step time of `plan` in ns.
+        If they do not fit in the memory that is left, moments and low halves are given up for them,
+        or all state of the last layers. Larger copies are tried only if `plan` is slower than with
+        the large copies of the ranking. `time` is the step time of `plan` in ns.
         """
         if self._coarse(plan).step_ns * TIE >= time:
             return time, plan
         for factor in (4, 2):
             other = with_knobs(plan, chunk_bytes=factor * plan.knobs.chunk_bytes)
-            if other.knobs.chunk_bytes <= self.coarse and self.filling.account(other).fits:
-                return (self.time(other), other) if self._is_faster(other, time) else (time, plan)
+            less = (other, self.filling.trimmed(other), self.filling.with_fewer_layers(other))
+            fitting = [changed for changed in less if self.filling.account(changed).fits]
+            if other.knobs.chunk_bytes <= self.coarse and fitting:
+                best = min(fitting, key=self.lower_bound.step_ns)
+                return (self.time(best), best) if self._is_faster(best, time) else (time, plan)
         return time, plan
 
     def with_whole_layers(self, time: float, plan: Plan) -> tuple[float, Plan]:
@@ -585,7 +590,7 @@ class PlacementSearch(Polishing):
         """
         knobs, room, limit = plan.knobs, self.filling.room(plan), time / _LEAST_HOST_GAIN
         # With fewer slots, ops hardly wait less.
-        waiting = self.waiting_ns(plan, WAITING_NEARBY)
+        waiting = self.waiting_ns(plan)
         fewer = {
             "state_slots": max(knobs.state_slots // 2, 1),
             "gradient_slots": max(knobs.gradient_slots - 1, 1),
