@@ -73,8 +73,8 @@ from megatrain.simulator.planner.filling import (
     ranges,
     updated_like,
 )
-from megatrain.simulator.planner.polishing import MOST_STARTED, Polishing
-from megatrain.simulator.planner.ranking import FINALISTS, TIE, WAITING_NEARBY
+from megatrain.simulator.planner.polishing import Polishing
+from megatrain.simulator.planner.ranking import FINALISTS, TIE
 from megatrain.simulator.schedule.arithmetic import part_elements
 from megatrain.simulator.schedule.plan import Placement, Plan
 
@@ -88,8 +88,8 @@ _CLASSES_BYTES = 8  # bytes of a state slot, for all classes, per byte of weight
 _STATE_SLOTS = 4
 _LEAST_STEP = 1.0005  # the search goes on if a neighbour is faster by at least this factor
 _MOST_REFINED = 1.05  # a candidate is not refined if it is slower than a limit by this factor
-# The search also climbs from the second-best candidate, unless the end of the first climb is faster
-# by this factor.
+# The search also climbs from the second-best candidate, and from candidates with another share of
+# host updates, unless the best plan so far is faster by this factor.
 _MOST_CLIMBED = 1.01
 # The speed of a host varies more than the speed of a device. So the host updates more layers only
 # if that is faster by this factor. It is below 1.005 because a tested property is that more memory
@@ -277,12 +277,14 @@ class PlacementSearch(Polishing):
         ):
             if share in {host_share(plan) for _, plan in found}:
                 continue
-            limit = MOST_STARTED * min(time for time, _ in found)
+            limit = _MOST_CLIMBED * min(time for time, _ in found)
             fitting = [other for other in plans if self.filling.account(other).fits]
             for start in self._ranked(fitting, limit)[:1]:
                 time, plan = self._with_larger_copies(self.time(start), start)
                 if time < limit:
-                    results += self._improved(*self._climbed(time, plan))
+                    time, plan = self._climbed(time, plan)
+                    faster = time * _MOST_CLIMBED < limit
+                    results += self._improved(time, plan) if faster else [(time, plan)]
         return results
 
     def _improved(self, time: float, plan: Plan) -> list[tuple[float, Plan]]:

@@ -17,12 +17,13 @@ from megatrain.simulator.planner.making_room import MakingRoom
 from megatrain.simulator.planner.ranking import WAITING_NEARBY, Ranking
 from megatrain.simulator.schedule.plan import Knobs, Plan
 
-MOST_STARTED = 1.02
-"""A search also goes on from a plan with another share of host updates, unless that is slower than
-the best plan by this factor."""
+# A runner-up with another share of host updates is polished, too, unless the best plan is faster by
+# this factor.
+_MOST_RIVAL = 1.02
 _LEAST_POLISH = 1.002  # the best plan is changed if that makes it faster by this factor
 # Plans near the best one that are lowered before the search goes on from the fastest of them.
 _MOST_POLISHED = 12
+_MORE_POLISHED = 4  # plans that are still lowered after a faster one was found
 _POLISHING_OPS = 24_000  # the most ops of these plans together; one plan may have more
 
 
@@ -37,7 +38,7 @@ class Polishing(Ranking):
         nearly as fast and has another share of host updates, which steps hardly change.
         """
         starts, rival = [best.plan], best.runner_up
-        if rival and rival.knobs and rival.step_seconds < MOST_STARTED * best.step_seconds:
+        if rival and rival.knobs and rival.step_seconds < _MOST_RIVAL * best.step_seconds:
             other = msgspec.structs.replace(best.plan, knobs=rival.knobs)
             starts += [other] if host_share(other) != host_share(best.plan) else []
         ends = [self._polished(plan) for plan in starts]
@@ -104,6 +105,7 @@ class Polishing(Ranking):
             found = self._run(other).bound_ns
             if found < limit and (found := self.time(other)) < limit:
                 best = limit, _ = found, other
+                count = min(count, _MORE_POLISHED)
             kind, waited = _kind(other), found - self.lower_bound.step_ns(other)
             waiting[kind] = min(waiting.get(kind, math.inf), WAITING_NEARBY * waited)
         return best

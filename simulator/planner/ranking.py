@@ -40,7 +40,7 @@ _MANY_OPS = 3000
 _MANY_COARSE_OPS = 1000  # like `_MANY_OPS`, for a plan with few large copies
 # A plan without larger copies is tried if it is faster even with this share of the waiting and
 # contention of the best plan: of the time by which that plan's step takes longer than its bound.
-_STILL_WAITING = 0.75
+_STILL_WAITING = 0.8
 
 
 class Ranking:
