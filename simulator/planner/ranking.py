@@ -67,8 +67,8 @@ class Ranking:
     def time(self, plan: Plan) -> float:
         """Returns the simulated step time of `plan` in ns.
 
-        Two groups of micro-batches are simulated. Each further group adds the time of the second.
-        Results are cached.
+        Two groups of micro-batches are simulated. Each further group adds the time of the second
+        without contention. Results are cached.
         """
         return self._run(plan).step_ns
 

@@ -176,8 +176,6 @@ class _OverlappedStore(ChunkedStore):
         """Layers that are cut between matrices only."""
         self.streaming: dict[StateClass, frozenset[str]] = {}
         """Class -> the layers that keep it in host memory."""
-        self.resident_gradients = frozenset[str]()
-        """Layers whose gradients stay on the device."""
         self.on_host = plan.placed("host_updated")
         refuse_on_host(
             plan, self.on_host, "knobs.placement: host_updated", "leave out the decoder layers"
@@ -185,11 +183,9 @@ class _OverlappedStore(ChunkedStore):
         self.clipping = Clipping(builder, plan, "device", "update", "update", self.on_host)
         for name in STATE:
             resident, temporary = plan.placed(name) - self.on_host, frozenset[str]()
-            if name == "gradients":
-                self.resident_gradients = resident
-                if not self.defers:
-                    summed = {layer for layer in self.stack if sums_on_device(plan, layer)}
-                    temporary = frozenset(summed - resident - self.on_host)
+            if name == "gradients" and not self.defers:
+                summed = {layer for layer in self.stack if sums_on_device(plan, layer)}
+                temporary = frozenset(summed - resident - self.on_host)
             homes = _homes(
                 type(builder),  # type: ignore[arg-type]  # mypy: a class is not Hashable
                 plan.model,
@@ -236,7 +232,7 @@ class _OverlappedStore(ChunkedStore):
                     knob="state_slots",
                 )
         pools: dict[tuple[str, StateClass, BufferDtype, str], list[tuple[int, int]]] = {}
-        streamed, kept = self.streaming["weights"], self.resident_gradients
+        streamed, kept = self.streaming["weights"], self.plan.placed("gradients") - self.on_host
         for layer in _distinct(self.plan.model, self.plan.workload, streamed, kept):
             spec = self.stack[layer]
             decoder = spec.kind == "decoder"
