@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatrain.experiments.cli import options
+from megatrain.experiments.cli import file_arguments, options
 from megatrain.experiments.cli.program import run_program
 from megatrain.experiments.cli.verdict import from_options
 from megatrain.experiments.cli.verdict import text as verdict_text
@@ -162,7 +162,7 @@ def make_plan(args: argparse.Namespace) -> tuple[Plan, HardwareSpec]:
         hardware = (
             HardwareSpec.load(args.hardware)
             if args.hardware
-            else options.hardware_of(args.plan, plan.hardware)
+            else file_arguments.hardware_of(args.plan, plan.hardware)
         )
     else:
         name = args.hardware or "h200"
@@ -357,7 +357,7 @@ def commit() -> str | None:
 def run(args: argparse.Namespace) -> int:
     """Times the systems, prints a table, and returns the exit status."""
     for path in filter(None, (args.out, args.timeline)):
-        options.check_writable(path)
+        file_arguments.check_writable(path)
     if args.timeline and "ours" not in args.systems:
         raise UserError(
             "--timeline",

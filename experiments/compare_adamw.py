@@ -33,7 +33,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from megatrain.experiments.cli import options
+from megatrain.experiments.cli import file_arguments, options
 from megatrain.experiments.cli.program import run_program
 from megatrain.runtime.batch import Batch
 from megatrain.runtime.data.opening import open_data
@@ -282,7 +282,7 @@ def parser() -> options.OneLineParser:
 def run(args: argparse.Namespace) -> int:
     """Runs the comparison, prints it, and returns the exit status."""
     if args.out:
-        options.check_writable(args.out)
+        file_arguments.check_writable(args.out)
     device, model = options.device(args), ModelSpec.load(args.model)
     work = Workload(batch=args.batch, sequence=args.seq, loss_chunk=args.loss_chunk)
     knobs = Knobs(weight_slots=1 if args.policy == "sequential" else 2)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from megatrain.experiments.cli import options
+from megatrain.experiments.cli import file_arguments, options
 from megatrain.experiments.cli.program import run_program
 from megatrain.runtime.batch import Batch
 from megatrain.runtime.execution.executor import Executor
@@ -149,7 +149,7 @@ def main(arguments: list[str] | None = None) -> int:
     def work() -> int:
         args = parser().parse_args(arguments)
         if args.timeline:
-            options.check_writable(args.timeline)
+            file_arguments.check_writable(args.timeline)
         settings = AdamW(max_norm=0.05, weight_decay=0.1)
         try:
             run(

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatrain.experiments.cli import options
+from megatrain.experiments.cli import file_arguments, options
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.model.state_format import EXACT
 
@@ -121,10 +121,10 @@ def run(args: argparse.Namespace) -> int:
     from megatrain.simulator.hardware.machine import HardwareSpec
     from megatrain.simulator.model.specs import ModelSpec
 
-    options.check_new_file(args.out, "--out")
+    file_arguments.check_new_file(args.out, "--out")
     options.refuse_missing_gpu(args)
     if args.share:
-        options.check_new_file(args.share, "--share")
+        file_arguments.check_new_file(args.share, "--share")
         _refuse_limits(args)
     if args.optimizer != "adamw":
         raise UserError(

@@ -80,12 +80,12 @@ def _several(folders: list[Path], picture: Path, *, as_json: bool) -> int:
     """Compares runs with each other, and draws them."""
     import msgspec
 
-    from megatrain.experiments.cli import options
+    from megatrain.experiments.cli import file_arguments
     from megatrain.experiments.cli.verdict import layout
     from megatrain.experiments.run_report.runs_picture import runs_png
     from megatrain.experiments.run_report.several_runs import format_runs, read_runs
 
-    options.check_replaceable(picture, options.PICTURE_FILE)
+    file_arguments.check_replaceable(picture, file_arguments.PICTURE_FILE)
     compared, runs = read_runs(folders)
     runs_png(picture, compared, runs)
     if as_json:

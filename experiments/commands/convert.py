@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatrain.experiments.cli import options
+from megatrain.experiments.cli import file_arguments, options
 from megatrain.simulator.base.units import format_bytes
 from megatrain.simulator.model.state_format import FORMATS
 
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     # These checks take place before PyTorch is loaded.
     if not os.path.exists(args.run / "manifest.json"):
         steps_to_export(args.run, args.from_step)
-    options.check_new(args.out)
+    file_arguments.check_new(args.out)
 
     from megatrain.runtime.training.converting import convert_run
 

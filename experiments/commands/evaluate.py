@@ -11,7 +11,7 @@ import json
 import math
 from pathlib import Path
 
-from megatrain.experiments.cli import options
+from megatrain.experiments.cli import file_arguments, options
 from megatrain.experiments.cli.verdict.layout import fitted
 from megatrain.runtime.data.rows.sources import EVALUATION_SPLITS, sources_at
 from megatrain.runtime.files.exported_models import model_to_evaluate
@@ -49,7 +49,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    options.refuse_no_run(args.run, "check the path")
+    file_arguments.refuse_no_run(args.run, "check the path")
     # These calls report a mistake before slow imports begin.
     options.refuse_missing_gpu(args)
     if args.model is None and Plan.load(args.run / "plan.toml").gpus == 1:

@@ -13,7 +13,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from megatrain.experiments.cli import options
+from megatrain.experiments.cli import file_arguments, options
 from megatrain.experiments.cli.training import upload
 from megatrain.simulator.base.errors import UserError
 
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     if not (is_checkpoint or exported):
         steps_to_export(args.run, args.from_step)
     if args.out is not None:
-        options.check_new(args.out)
+        file_arguments.check_new(args.out)
     if args.model is not None:
         name_on_hub(args.model)
     if args.push_to_hub is not None and not (home / "config.toml").is_file():

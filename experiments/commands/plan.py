@@ -14,7 +14,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatrain.experiments.cli import options
+from megatrain.experiments.cli import file_arguments, options
 from megatrain.experiments.cli.verdict import from_options, layout, policy_table
 from megatrain.experiments.cli.verdict import text as verdict_text
 from megatrain.experiments.cli.without_garbage_collection import without_garbage_collection
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     if args.policy == "all":
         args.policy = "best"
     _refuse_contradictions(args)
-    options.check_replaceable(args.out, options.PLAN_FILE)
+    file_arguments.check_replaceable(args.out, file_arguments.PLAN_FILE)
     choices, hardware = _changed(args) if args.source_plan else _chosen(args)
     best, names = choices[0], from_options.policies(args.policy)
     kernel_chosen = args.attention is None and not args.source_plan
@@ -212,11 +212,11 @@ def _chosen(args: argparse.Namespace) -> tuple[list[Choice], HardwareSpec]:
 
     hardware = HardwareSpec.load(args.hardware)
     if os.path.exists(args.model):
-        source = options.relative(Path(args.model), args.out.parent)
+        source = file_arguments.relative(Path(args.model), args.out.parent)
     else:  # a name on the hub is kept, because its weights are there
         source = args.model if "/" in args.model else model_file(args.model).stem
     named = (
-        options.relative(Path(args.hardware), args.out.parent)
+        file_arguments.relative(Path(args.hardware), args.out.parent)
         if os.path.exists(args.hardware)
         else hardware_name(args.hardware)
     )
@@ -264,16 +264,16 @@ def _changed(args: argparse.Namespace) -> tuple[list[Choice], HardwareSpec]:
             values["gpus"] = options.whole("--set gpus")(value)
             continue
         key, (values[key],) = axis(name, [value], "--set")
-    plan = options.plan_of(args.source_plan)
-    hardware = options.hardware_of(args.source_plan, plan.hardware)
+    plan = file_arguments.plan_of(args.source_plan)
+    hardware = file_arguments.hardware_of(args.source_plan, plan.hardware)
     folder, before = args.source_plan.parent, plan
     moved = {
-        field: options.relative(folder / name, args.out.parent)
+        field: file_arguments.relative(folder / name, args.out.parent)
         for field, name in (("hardware", plan.hardware), ("source", plan.source))
         if os.path.exists(folder / name)
     }
     plan = msgspec.structs.replace(changed(plan, values), **moved)
-    with options.naming(args.source_plan):
+    with file_arguments.naming(args.source_plan):
         _refuse_unread(plan, values)
         choice = assess(plan, cost_model(hardware, plan.model, plan.workload, plan.gpus))
     args.policy = plan.policy

@@ -20,13 +20,13 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from megatrain.experiments.cli import options
+    from megatrain.experiments.cli import file_arguments
     from megatrain.experiments.run_report.compared_run import compare_run, refuse_unmeasured
     from megatrain.experiments.run_report.page import write_page
 
     path: Path = args.out or args.run / "report.html"
     refuse_unmeasured(args.run)
-    options.check_replaceable(path, options.PAGE_FILE)
+    file_arguments.check_replaceable(path, file_arguments.PAGE_FILE)
     compared = compare_run(args.run)
     write_page(compared, path)
     print(f"wrote {path}: open it in a browser; it needs no network")

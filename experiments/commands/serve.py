@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-from megatrain.experiments.cli import options
+from megatrain.experiments.cli import file_arguments, options
 from megatrain.simulator.base.errors import UserError
 
 
@@ -66,7 +66,7 @@ def _write(args: argparse.Namespace) -> int:
                 allowed="one of the two",
                 fix=f"leave {option} out",
             )
-    options.check_new(args.static)
+    file_arguments.check_new(args.static)
     models, machines = chosen(args.models, args.machines)
     size = write_site(args.static, models, machines)
     print(f"wrote {args.static}, {size}: open {args.static / 'index.html'} in a browser")

@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from megatrain.experiments.cli import options
+from megatrain.experiments.cli import file_arguments
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
@@ -34,10 +34,10 @@ def run(args: argparse.Namespace) -> int:
     from megatrain.simulator.verdict.verdict import summarize
 
     if args.trace:
-        options.check_replaceable(args.trace, options.TRACE_FILE)
-    plan = options.plan_of(args.plan)
-    hardware = options.hardware_of(args.plan, plan.hardware)
-    with options.naming(args.plan):
+        file_arguments.check_replaceable(args.trace, file_arguments.TRACE_FILE)
+    plan = file_arguments.plan_of(args.plan)
+    hardware = file_arguments.hardware_of(args.plan, plan.hardware)
+    with file_arguments.naming(args.plan):
         schedule = verified(plan)
         costs = cost_model(hardware, plan.model, plan.workload, plan.gpus)
     timeline = simulate(schedule, costs)

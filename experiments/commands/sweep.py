@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatrain.experiments.cli import options
+from megatrain.experiments.cli import file_arguments, options
 from megatrain.experiments.cli.verdict import from_options
 from megatrain.simulator.base.errors import UserError
 
@@ -192,7 +192,7 @@ def run(args: argparse.Namespace) -> int:
 
     entries, hardware = entries_of(args), HardwareSpec.load(args.hardware)
     store_path, csv_path = args.out / ROWS, args.out / "rows.csv"
-    options.check_writable(store_path)
+    file_arguments.check_writable(store_path)
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),

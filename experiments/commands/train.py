@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from megatrain.experiments.cli import options
+from megatrain.experiments.cli import file_arguments, options
 from megatrain.experiments.cli.program import path_error
 from megatrain.experiments.cli.training import prepare, upload
 from megatrain.experiments.cli.training.preconditions import check_training
@@ -318,7 +318,7 @@ def places(args: argparse.Namespace) -> tuple[Path, Path]:
         )
     if args.resume is not None:
         fix = "check the path, or start a new run: `megatrain train MODEL --data DATA --out RUN`"
-        options.refuse_no_run(args.resume, fix)
+        file_arguments.refuse_no_run(args.resume, fix)
     from megatrain.runtime.checkpoint.stored_steps import steps_to_export
 
     saved = args.resume and args.resume / "checkpoints"
@@ -399,7 +399,7 @@ def _lead(
     if args.resume is None:
         lock.refuse_taken()
     if not os.path.exists(folder):
-        options.check_writable(folder)
+        file_arguments.check_writable(folder)
     if args.out is None and args.resume is None:
         print(f"run folder: {folder}", flush=True)
     with lock:  # taken before slow imports, so a second run is refused at once

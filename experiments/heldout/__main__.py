@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from megatrain.experiments.cli import options
+from megatrain.experiments.cli import file_arguments, options
 from megatrain.experiments.cli.program import run_program
 from megatrain.experiments.files.hardware_file import write_hardware
 from megatrain.experiments.files.row_file import append_row
@@ -201,7 +201,7 @@ def run(args: argparse.Namespace) -> int:
             fix="leave the option out to run all cases",
         )
     refuse_grid(chosen, cases)
-    options.check_writable(folder / ROWS)
+    file_arguments.check_writable(folder / ROWS)
     folder.mkdir(parents=True, exist_ok=True)
     hardware = measured_machine(chosen, folder, device)
     refuse_grid(chosen, cases, hardware.costs)

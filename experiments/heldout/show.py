@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatrain.experiments.cli import options
+from megatrain.experiments.cli import file_arguments, options
 from megatrain.experiments.cli.program import run_program
 from megatrain.experiments.heldout.compared import predict_and_compare, within_range
 from megatrain.experiments.heldout.picture import draw
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     if args.case:
         return show_case(args.folder, _chosen(rows, args.case), args.out)
     out: Path = args.out or args.folder
-    options.check_writable(out / "table.md")
+    file_arguments.check_writable(out / "table.md")
     draw(rows, out / "errors.png")
     write_text(out / "table.md", markdown(rows))
     write_json(out / "summary.json", summarize_errors(rows))
@@ -125,7 +125,7 @@ def show_case(folder: Path, row: HeldoutRow, out: Path | None) -> int:
     )
     predicted, errors = predict_and_compare(schedule, measured, costs, memory)
     out = out or folder / "cases" / row.name.replace("/", "-").replace(" ", "-")
-    options.check_writable(out / "comparison.json")
+    file_arguments.check_writable(out / "comparison.json")
     write_json(out / "comparison.json", errors)
     save_trace(out / "trace.json", [predicted, measured], schedule)
     timeline_png(

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatrain.experiments.benchmark import commit
-from megatrain.experiments.cli import options
+from megatrain.experiments.cli import file_arguments, options
 from megatrain.experiments.cli.program import run_program
 from megatrain.experiments.quality import text
 from megatrain.experiments.quality.picture import quality_png
@@ -292,7 +292,7 @@ def run(args: argparse.Namespace) -> int:
             fix=f"add {EXACT} to --variants",
         )
     if not args.out.is_dir():
-        options.check_writable(args.out)
+        file_arguments.check_writable(args.out)
     for root in args.text or ():
         if not root.is_dir():
             raise UserError(

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from megatrain.experiments.cli import options
+from megatrain.experiments.cli import file_arguments
 from megatrain.experiments.files.peaks import peaks
 from megatrain.experiments.run_report.step_record import StepRecord, read_record
 from megatrain.simulator.base.errors import UserError
@@ -63,7 +63,7 @@ def compare_run(folder: Path) -> ComparedRun:
     refuse_unmeasured(folder)
     plan = Plan.load(folder / "plan.toml")
     schedule = verified(plan)
-    hardware = options.hardware_of(folder / "plan.toml", plan.hardware)
+    hardware = file_arguments.hardware_of(folder / "plan.toml", plan.hardware)
     costs = cost_model(hardware, plan.model, plan.workload, plan.gpus)
     predicted, measured = simulate(schedule, costs), Timeline.load(folder / "measured.json")
     record, memory = read_record(folder), peaks(folder, plan, schedule, costs)

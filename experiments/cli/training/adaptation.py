@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from megatrain.experiments.cli.options import hardware_of
+from megatrain.experiments.cli.file_arguments import hardware_of
 from megatrain.experiments.cli.training.step_comparison import COMPARED_STEPS
 from megatrain.experiments.cli.without_garbage_collection import without_garbage_collection
 from megatrain.experiments.files.hardware_file import write_hardware

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from megatrain.experiments.cli import options
+from megatrain.experiments.cli import file_arguments, options
 from megatrain.experiments.cli.training.progress import measuring
 from megatrain.experiments.cli.verdict.layout import fitted
 from megatrain.experiments.files.hardware_file import write_hardware
@@ -63,7 +63,7 @@ def calibration(
     if not again and _usable(file):
         print(fitted(f"this machine's calibration: {file}"), flush=True)
         return file
-    options.check_writable(file)
+    file_arguments.check_writable(file)
     if note := options.note_on_cpu(device):
         print(fitted(note), flush=True)
     print(fitted(f"this machine is measured once for {model.name}, about a minute"), flush=True)

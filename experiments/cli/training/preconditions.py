@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from megatrain.experiments.cli import options
+from megatrain.experiments.cli import file_arguments
 from megatrain.runtime.training.config import Config
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import printable
@@ -29,7 +29,7 @@ def check_training(plan_file: Path, model: str | None, config: Config) -> None:
     from megatrain.simulator.schedule.plan import Plan
 
     plan = Plan.load(plan_file)
-    with options.naming(plan_file):
+    with file_arguments.naming(plan_file):
         refuse_unsupported(plan.model, plan.workload)
         executable(plan)
     refuse_missing_weights(model)

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from megatrain.experiments.cli import options
+from megatrain.experiments.cli import file_arguments, options
 from megatrain.experiments.cli.training.preconditions import check_inputs, refuse_missing_weights
 from megatrain.experiments.cli.verdict import layout
 from megatrain.experiments.cli.verdict.layout import fitted
@@ -122,7 +122,7 @@ def refuse_missing_model(args: argparse.Namespace) -> None:
     if args.plan is None:
         return
     if not names_model(args):
-        options.plan_of(args.plan)
+        file_arguments.plan_of(args.plan)
     elif not hub_name(str(args.plan)):
         ModelSpec.load(str(args.plan))
 

@@ -10,7 +10,7 @@ import statistics
 from collections import deque
 from collections.abc import Callable
 
-from megatrain.experiments.cli.options import hardware_of
+from megatrain.experiments.cli.file_arguments import hardware_of
 from megatrain.experiments.files.peaks import memory_errors
 from megatrain.runtime.training.callback import Callback, Step
 from megatrain.runtime.training.run_folder import measured_memory

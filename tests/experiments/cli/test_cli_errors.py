@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from megatrain.experiments.cli import options
+from megatrain.experiments.cli import file_arguments
 from megatrain.experiments.run_report import pictures
 from megatrain.runtime.files import model_files
 from megatrain.runtime.training import run_folder
@@ -606,10 +606,10 @@ def test_a_mistake_gives_a_one_line_error_and_leaves_nothing(
 @pytest.mark.parametrize(
     ("kind", "earlier"),
     [
-        (options.PLAN_FILE, b'# A plan.\nformat = 1\npolicy = "resident"\n'),
-        (options.TRACE_FILE, b'{"displayTimeUnit":"ms","traceEvents":[]}'),
-        (options.PAGE_FILE, b"<!doctype html>\n"),
-        (options.PICTURE_FILE, b"\x89PNG\r\n"),
+        (file_arguments.PLAN_FILE, b'# A plan.\nformat = 1\npolicy = "resident"\n'),
+        (file_arguments.TRACE_FILE, b'{"displayTimeUnit":"ms","traceEvents":[]}'),
+        (file_arguments.PAGE_FILE, b"<!doctype html>\n"),
+        (file_arguments.PICTURE_FILE, b"\x89PNG\r\n"),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
@@ -617,13 +617,13 @@ def test_only_a_file_of_the_same_kind_is_replaced(
     kind: tuple[str, bytes], earlier: bytes, tmp_path: Path
 ) -> None:
     file = tmp_path / "file"
-    options.check_replaceable(file, kind)
+    file_arguments.check_replaceable(file, kind)
     for content in (earlier, b""):
         file.write_bytes(content)
-        options.check_replaceable(file, kind)
+        file_arguments.check_replaceable(file, kind)
     file.write_bytes(b"name = 'a hardware file'\n")
     with pytest.raises(UserError, match=f"found a file that is not a {kind[0]}"):
-        options.check_replaceable(file, kind)
+        file_arguments.check_replaceable(file, kind)
 
 
 @pytest.mark.parametrize("words", [("simulate", "plan.toml"), TRAIN, PLAN_FROM], ids=" ".join)

@@ -22,7 +22,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatrain.experiments.cli.options import check_writable
+from megatrain.experiments.cli.file_arguments import check_writable
 from megatrain.simulator.base import files
 from megatrain.simulator.base.errors import DoesNotFit, UserError
 from megatrain.simulator.base.files import (
