@@ -350,7 +350,7 @@ def test_measuring_can_show_its_plans(
         "sys.argv", ["measure", "table4-no-residency", "--only-plan", "--out", str(tmp_path)]
     )
     assert measure.main() == 0
-    assert "table4-no-residency.plan.toml: step 4." in capsys.readouterr().out
+    assert "table4-no-residency.plan.toml: step 3." in capsys.readouterr().out
     monkeypatch.setattr("sys.argv", ["measure", "table4", "--out", str(tmp_path)])
     assert measure.main() == 2
     assert "table4-no-residency" in capsys.readouterr().err
