@@ -52,6 +52,7 @@ there is no plan, and `nearest_miss` returns the one that exceeds its limits by 
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -629,8 +630,10 @@ class PlacementSearch(Polishing):
         layers, tried = base.model.layers, set[int]()
         best: tuple[float, int, Plan] | None = None
         size = max(layers // _STEPS, 1)
+        # Often only the most layers that fit are faster than the limit.
+        most = self._most_whole(base, every_slot=every_slot)
         while size:
-            near = (best[1] - size, best[1] + size) if best else range(0, layers + 1, size)
+            near = (best[1] - size, best[1] + size) if best else (*range(0, most, size), most)
             counts = sorted({count for count in near if 0 <= count <= layers} - tried)
             tried.update(counts)
             bounds = [
@@ -654,33 +657,40 @@ class PlacementSearch(Polishing):
     def _whole_layers_plan(
         self, plan: Plan, count: int, limit_ns: float, *, every_slot: bool = False
     ) -> Plan | None:
-        """Returns `Filling.whole` of `plan`, with as many layers as fit saving their activations.
-
-        With `every_slot`, each streamed decoder layer has a weight slot.
+        """Returns `_whole` of `plan`, with as many layers as fit saving their activations.
 
         Returns None if it does not fit, if it streams no layer that the host can update, or if it
         would take `limit_ns` or more even if all layers saved their activations.
         """
 
-        def saving(layers: int) -> Plan:
-            return with_knobs(
-                whole,
-                placement=msgspec.structs.replace(
-                    whole.knobs.placement, saved_activations=last(plan.model.layers, layers)
-                ),
-            )
-
-        whole = self.filling.whole(plan, count)
-        if every_slot:
-            slots = max(plan.model.layers - count, plan.knobs.weight_slots)
-            whole = with_knobs(whole, weight_slots=slots)
+        whole = self._whole(plan, count, every_slot=every_slot)
         if (
             not whole.placed("host_updated")
-            or self.lower_bound.step_ns(saving(plan.model.layers)) >= limit_ns
+            or self.lower_bound.step_ns(_saving(whole, plan.model.layers)) >= limit_ns
         ):
             return None
-        chosen = self.filling.saving_most(saving(0))
+        chosen = self.filling.saving_most(_saving(whole, 0))
         return chosen if self.filling.account(chosen).fits else None
+
+    def _whole(self, plan: Plan, count: int, *, every_slot: bool) -> Plan:
+        """Returns `Filling.whole` of `plan`. With `every_slot`, each streamed decoder layer has a
+        weight slot.
+        """
+        whole = self.filling.whole(plan, count)
+        slots = max(plan.model.layers - count, plan.knobs.weight_slots)
+        return with_knobs(whole, weight_slots=slots) if every_slot else whole
+
+    def _most_whole(self, plan: Plan, *, every_slot: bool) -> int:
+        """Returns the largest `count` for which `_whole` of `plan` fits the device if no layer
+        saves its activations, or 0.
+        """
+
+        def exceeds(count: int) -> bool:
+            whole = self._whole(plan, count, every_slot=every_slot)
+            return self.filling.account(_saving(whole, 0)).device_peak_bytes > limit
+
+        limit = plan.device_limit_bytes
+        return bisect.bisect_left(range(1, plan.model.layers + 1), True, key=exceeds)
 
     def may_fit(self) -> bool:
         """Returns whether `best` finds a plan, in less time than `best` takes."""
@@ -697,3 +707,10 @@ class PlacementSearch(Polishing):
             plan = with_knobs(lean, placement=base)
             misses += [plan, next(self.filling.fills(lean, base))]
         return min(misses, key=lambda plan: self.filling.account(plan).excess_bytes)
+
+
+def _saving(plan: Plan, layers: int) -> Plan:
+    """Returns `plan` whose last `layers` decoder layers save their activations."""
+    saved = last(plan.model.layers, layers)
+    placement = msgspec.structs.replace(plan.knobs.placement, saved_activations=saved)
+    return with_knobs(plan, placement=placement)
