@@ -235,7 +235,10 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
         "--host-memory",
         type=size("--host-memory"),
         metavar="SIZE",
-        help="maximum host memory to use, e.g. 512GiB",
+        help=(
+            "maximum host memory to use, e.g. 480GiB (default: that of the machine, without what"
+            " the system and the process take)"
+        ),
     )
 
 

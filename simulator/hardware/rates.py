@@ -19,7 +19,8 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """GPU memory that a process can use, in bytes. On a unified machine, it is the part of
     `host_bytes` that the GPU can use."""
     host_bytes: int
-    """Host memory in bytes. On a unified machine, the whole memory."""
+    """Host memory that plans can use, in bytes. It is the memory of the machine without what the
+    system and the process itself take. On a unified machine, the device's part is included."""
     linear_efficiency: float
     """Share of the peak that the matrix products of a decoder layer reach, (0, 1]."""
     device_gb_per_s: float

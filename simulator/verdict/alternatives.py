@@ -88,7 +88,7 @@ def _another_machine(
             best,
             f"--hardware {machine.name}",
             {"hardware": machine.name},
-            f"{machine.title}, with {machine.host_bytes / 2**30:.0f} GiB of RAM",
+            f"{machine.title}, with {machine.host_bytes / 2**30:.0f} GiB of RAM for plans",
         )
         return
 

@@ -123,7 +123,7 @@ def answer(verdict: Verdict, place: str) -> str:
     return f"{what} does not fit on {place}. With {rows} it {_shortage(verdict)}."
 
 
-def where(verdict: Verdict, assumed: str = "assumed; give yours by --host-memory") -> str:
+def where(verdict: Verdict, assumed: str = "assumed free; give yours by --host-memory") -> str:
     """Returns the machine and its memory. The note `assumed` follows if its RAM is not known."""
     unnamed = verdict.machine.startswith("machine ")
     machine = verdict.machine if unnamed else f"one {verdict.machine}"

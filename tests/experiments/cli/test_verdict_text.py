@@ -122,7 +122,7 @@ FITS = Verdict(
 )
 YES = """\
 YES     Full fine-tuning of somebody-7b (7.62 B) fits on one RTX 4090 with
-        23.5 GiB of VRAM and 192 GiB of RAM (assumed; give yours by
+        23.5 GiB of VRAM and 192 GiB of RAM (assumed free; give yours by
         --host-memory).
 
 Speed   1,360 tokens/s (1,130 to 1,700; from datasheets, not measured)
@@ -420,7 +420,7 @@ def test_an_empty_placement_is_described_in_words() -> None:
 def test_a_verdict_on_unknown_memory_names_its_condition() -> None:
     condition = "compiled layers with linear attention take at most 1 GiB more than eager ones"
     unsure = msgspec.structs.replace(FITS, fits_if=condition, fits_if_bytes=GIB)
-    assert f"(assumed; give yours by --host-memory), if {condition}." in flat(
+    assert f"(assumed free; give yours by --host-memory), if {condition}." in flat(
         verdict_text.text(unsure)
     )
     assert ", if " not in flat(verdict_text.text(FITS))
