@@ -870,8 +870,8 @@ def test_policies_that_the_options_rule_out_are_named_below_the_table(command: A
         outcome = command(*words, "--policy", "all")
     assert (outcome.status, outcome.err) == (0, "")
     assert flat(outcome.out).startswith(
-        "qwen2.5-0.5b on one H200 with 133.7 GiB of VRAM and 128 GiB of RAM (assumed free; give yours by"
-        " --host-memory), with 1 x 1,024 tokens a step: policy step tokens/s "
+        "qwen2.5-0.5b on one H200 with 133.7 GiB of VRAM and 120.9 GiB of RAM (assumed free; give"
+        " yours by --host-memory), with 1 x 1,024 tokens a step: policy step tokens/s "
     )
     assert "not with these options: double_buffer, k_buffer, sequential, fsdp2_offload, " in flat(
         outcome.out

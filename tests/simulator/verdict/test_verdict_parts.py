@@ -401,7 +401,7 @@ def test_another_machine_has_the_least_memory_that_suffices(
     assert all(size > small.device_bytes for size, _ in sizes)
     assert found.options == {"hardware": tried[-1].name}
     assert found.change == f"--hardware {tried[-1].name}"
-    assert f"{tried[-1].host_bytes // 2**30} GiB of RAM" in found.note
+    assert f"{tried[-1].host_bytes / 2**30:.0f} GiB of RAM for plans" in found.note
     tried.clear()
     monkeypatch.setattr(library, "_fits", lambda *_: False)
     assert not list(library._another_machine(plan, small))
