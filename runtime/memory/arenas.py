@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from megatrain.runtime.memory.host_memory import HostMemory
-from megatrain.simulator.base.errors import DoesNotFit
+from megatrain.simulator.base.errors import DoesNotFit, RunError
 from megatrain.simulator.base.units import format_bytes
 from megatrain.simulator.schedule import Buffer, Schedule
 from megatrain.simulator.schedule.buffer import WIDTH
@@ -117,6 +117,8 @@ class Arenas:
         """Calls `_allocate`. Raises DoesNotFit if there is too little memory."""
         try:
             return self._allocate(pool, parts)
+        except RunError:  # of `on_allocate`
+            raise
         except (RuntimeError, OSError, ValueError) as error:
             reason = str(error).splitlines()[0]
         raise DoesNotFit(

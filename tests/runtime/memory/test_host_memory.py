@@ -32,7 +32,7 @@ from megatrain.runtime.memory.reusable_pinned_pool import ReusablePinnedPool
 from megatrain.runtime.optimizer.adamw import AdamW
 from megatrain.runtime.warm_up import WARM_UP_STEPS
 from megatrain.simulator import policies
-from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.errors import RunError, UserError
 from megatrain.simulator.policies import lower
 from megatrain.simulator.schedule.arithmetic import gradient_bytes
 from megatrain.simulator.schedule.plan import Placement, Plan
@@ -218,11 +218,14 @@ def test_a_failing_registration_names_the_pool_and_leaves_nothing(
     assert not registrar.now
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError, RunError])
 def test_an_exception_while_memory_is_allocated_releases_it(
     executable: Callable[..., Plan], registrar: Registrar, error: type[BaseException]
 ) -> None:
-    """Ctrl-C and a failing callback release the memory that was allocated so far."""
+    """Ctrl-C and a failing callback release the memory that was allocated so far.
+
+    The error is passed on.
+    """
     plan = executable()
 
     def interrupt(done: int, total: int) -> None:
