@@ -278,7 +278,9 @@ class FunctionalLayers:
         one_a_row = documents is None or (
             micro in self._document_counts and self._document_counts[micro] is None
         )
-        if not (one_a_row and self._causal_arguments):
+        if one_a_row and self._causal_arguments:
+            self._arguments.pop(micro, None)  # a step that failed leaves its own
+        else:
             self._arguments[micro] = self._separating_arguments(micro, documents)
         if self.routing:
             self.routing.begin(micro, documents)

@@ -41,6 +41,7 @@ from whole_models import (
 
 from megatrain.runtime.batch import Batch
 from megatrain.runtime.execution.executor import Executor
+from megatrain.runtime.execution.lanes import OpFailed
 from megatrain.runtime.files.model_files import export
 from megatrain.runtime.layers import lengths
 from megatrain.runtime.layers.documents import masks
@@ -317,6 +318,23 @@ def test_rows_of_one_document_are_not_separated_like_those_of_the_step_before(
             for number, documents in enumerate((None, PACKED, None), 1)
         ]
     assert losses[0] == losses[2] != losses[1]
+
+
+@pytest.mark.usefixtures("way")
+def test_rows_of_one_document_are_not_separated_like_those_of_a_failed_step(
+    run: Callable[..., Any],
+) -> None:
+    losses = []
+    with run(model_of("llama"), documents=True) as running:
+        (batch,) = drawn(running.plan)
+        losses.append(running.executor.step([batch], rate=0.0, number=1).loss)
+        task = running.tasks["H.m0"]
+        works, task.run = task.run, lambda: torch.ones(2) @ torch.ones(3)
+        with pytest.raises(OpFailed):
+            running.executor.step([batch._replace(documents=PACKED)], rate=0.0, number=2)
+        task.run = works
+        losses.append(running.executor.step([batch], rate=0.0, number=2).loss)
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize("kept", ["", "all"])
