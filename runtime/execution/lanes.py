@@ -173,20 +173,20 @@ class Lane:
         self.stop: Callable[[], object] = self.abort.set
         """Stops all lanes. Called when an op of this lane fails."""
 
-    def start(self) -> None:
-        """Starts the thread."""
-        self._thread.start()
-
     def play(self) -> None:
-        """Makes the thread run `queue` once, without waiting for the end."""
+        """Makes the thread run `queue` once, without waiting for the end. The first call starts the
+        thread.
+        """
+        if not self._thread.is_alive():
+            self._thread.start()
         self._done.clear()
         self._go.release()
 
-    def finished(self, timeout: float | None = None) -> bool:
-        """Waits at most `timeout` seconds until the thread has run all tasks of `queue` or, on a
-        stream, has enqueued them. Returns False if the time ran out first.
+    def finish(self) -> None:
+        """Waits until the thread has run all tasks of `queue` or, on a stream, has enqueued
+        them.
         """
-        return self._done.wait(timeout)
+        self._done.wait()
 
     def run(self) -> None:
         """Runs `queue` once on the calling thread. An exception that is no `Exception`, such as
@@ -206,12 +206,12 @@ class Lane:
             raise self.failure[1]
 
     def close(self) -> None:
-        """Ends the thread, if it was started, and drops the tasks."""
+        """Ends the thread, if it was started, and drops the tasks and the failure."""
         if self._thread.is_alive():
             self._ends = True
             self._go.release()
             self._thread.join()
-        self.queue = ()
+        self.queue, self.failure = (), None
 
     def _serve(self) -> None:
         torch.set_num_threads(self._threads)
@@ -272,8 +272,6 @@ class LaneGroup:
         self._marks: list[HostMark | StreamMark] = []
         for lane in lanes:
             lane.abort, lane.stop = self._abort, self._stop
-            if lane is not self._own:
-                lane.start()
 
     def play(self, queues: Mapping[str, Sequence[Task]]) -> None:
         """Runs the tasks in `queues`, by lane, once. Lanes keep their threads and streams.
@@ -296,11 +294,11 @@ class LaneGroup:
             if self._own is not None:
                 self._own.run()
             for lane in started:
-                lane.finished()
+                lane.finish()
         except BaseException:
             self._stop()
             for lane in started:
-                lane.finished()
+                lane.finish()
             raise
         failures = [
             (lane.name, *lane.failure)

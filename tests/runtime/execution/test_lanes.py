@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -26,11 +29,10 @@ def test_a_lane_runs_its_tasks_only_when_it_is_told_to_and_then_once() -> None:
     ran: list[str] = []
     lane = Lane("cpu", 1, None)
     lane.queue = [a_task("A", lambda: ran.append("A")), a_task("B", lambda: ran.append("B"))]
-    lane.start()
-    assert not lane.finished(timeout=0.2)
+    time.sleep(0.2)
     assert ran == []
     lane.play()
-    assert lane.finished()
+    lane.finish()
     lane.close()
     assert ran == ["A", "B"]
 
@@ -142,3 +144,35 @@ def test_an_interruption_of_the_calling_thread_stops_the_other_lanes(
     assert ran == []
     with_own.play({"cpu": [a_task("C", lambda: ran.append("C"))]})
     assert ran == ["C"]
+
+
+def test_closed_lanes_keep_nothing_of_an_interrupted_op() -> None:
+    group = LaneGroup([Lane("cpu", 1, None), Lane("update", 1, None)], own="update")
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def interrupt() -> None:
+        tensor = torch.ones(2)
+        held.append(weakref.ref(tensor))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        group.play({"update": [a_task("A", interrupt)]})
+    group.close()
+    gc.collect()
+    assert held[0]() is None
+
+
+def test_a_thread_that_cannot_start_leaves_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "lane-update":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    group = LaneGroup([Lane("cpu", 1, None), Lane("update", 1, None)])
+    with pytest.raises(RuntimeError, match="start new thread"):
+        group.play({})
+    group.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("lane-")]
