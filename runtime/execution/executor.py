@@ -132,7 +132,7 @@ class Executor:
         seed: int = 0,
         ranks: Ranks | None = None,
     ) -> None:
-        """Allocates the pools, binds the schedule and starts the threads of the lanes.
+        """Allocates the pools and binds the schedule.
 
         Args:
             plan: The plan to execute.
@@ -168,7 +168,6 @@ class Executor:
         self._programs: dict[str, _Program] = {}
         """Programs other than the step's, by name."""
         self._threads = threads or lane_threads(device, plan.gpus)
-        self._host_workers = optimizer.workers(self._threads["cpu"])
         self._arenas = Arenas(
             self.schedule,
             device,
@@ -177,6 +176,7 @@ class Executor:
             on_allocate=on_allocate,
             host_memory=host_memory,
         )
+        self._host_workers = optimizer.workers(self._threads["cpu"])
         self._allocation_guard = AllocationGuard(device, self._arenas.host_memory)
         try:
             keeps = any(buffer.data == "attention" for buffer in self.schedule.buffers)
@@ -461,6 +461,8 @@ class Executor:
                 error = self.ranks.lost(failure.op)
             if error is None:
                 raise
+        finally:
+            self._state.saved.clear()  # backward takes all graphs, unless the step fails
         if error is not None:
             # The error is raised outside `except`. Otherwise `failure` would be its context, and
             # the traceback of `failure` would keep activations alive.

@@ -6,6 +6,7 @@ import _thread
 import functools
 import gc
 import itertools
+import os
 import signal
 import threading
 import time
@@ -145,6 +146,15 @@ def test_memory_that_the_machine_lacks_gives_a_one_line_error(
     ) as refusal:
         session(executable())
     assert "long story" not in str(refusal.value)
+
+
+def test_a_refused_executor_leaves_no_thread(executable: Callable[..., Plan]) -> None:
+    """The kernels of the lane `cpu` have threads that Python does not know."""
+    plan = msgspec.structs.replace(executable("overlapped"), device_limit_bytes=1)
+    before = set(os.listdir("/proc/self/task"))
+    with pytest.raises(UserError, match=r"^device memory: "):
+        Executor(plan, config_of(plan.model), AdamW(), CPU, threads={"cpu": 4})
+    assert set(os.listdir("/proc/self/task")) <= before
 
 
 # ---- memory ----

@@ -5,20 +5,23 @@ The error names the cause, nothing is left behind, and the process can train aga
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from megatrain.runtime.execution.lanes import OpFailed
+from megatrain.runtime.execution import executor
+from megatrain.runtime.execution.lanes import LaneGroup, OpFailed
 from megatrain.simulator import policies
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.schedule.plan import Plan
+from megatrain.simulator.schedule.plan import Placement, Plan
 
 CUDA = (
     "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 139.81 GiB\nand"
@@ -101,6 +104,32 @@ def test_another_error_is_passed_on_unchanged(
         with pytest.raises(OpFailed, match=r"^H.m0 on lane compute: RuntimeError: ") as failure:
             running.step(1)
         assert isinstance(failure.value.__cause__, RuntimeError)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, ValueError, KeyboardInterrupt])
+def test_a_failed_step_frees_its_saved_activations(
+    executable: Callable[..., Plan],
+    session: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    error: type[BaseException],
+) -> None:
+    """The lane of the failed op runs on the calling thread, which gets the interruption."""
+    monkeypatch.setattr(executor, "LaneGroup", lambda lanes, **_: LaneGroup(lanes, "compute"))
+    outputs: list[weakref.ref[torch.Tensor]] = []
+    plan = executable("overlapped", placement=Placement(saved_activations="all"))
+    with session(plan) as running:
+
+        def fail() -> None:
+            saved = running.executor._state.saved
+            outputs.extend([weakref.ref(graph.output) for graph in saved.values()])
+            raise error
+
+        running.tasks["H.m0"].run = fail
+        with pytest.raises((UserError, OpFailed, KeyboardInterrupt)):
+            running.step(1)
+        assert len(outputs) == plan.model.layers
+        gc.collect()
+        assert not any(output() is not None for output in outputs)
 
 
 def test_a_deferred_update_on_a_full_device_is_refused_in_one_line(
