@@ -169,8 +169,6 @@ class _OverlappedStore(ChunkedStore):
         """Whether groups of micro-batches are summed before they are added to earlier ones."""
         if self.grouped:
             _refuse_groups(plan)
-        self.chunks: dict[int, list[tuple[int, int, int]]] = {}
-        """Parameters of a layer -> its chunks. Cached, since many layers have the same size."""
         self.contributions = stack_contributions(plan.model, plan.workload)
         self.matrices = whole_matrices(plan)
         """Layers that are cut between matrices only."""
@@ -280,18 +278,11 @@ class _OverlappedStore(ChunkedStore):
         return pool_of("device.coded_gradients", self.stack[layer])
 
     def _chunks(self, layer: str) -> list[tuple[int, int, int]]:
-        """Returns the layer's chunks: (number, first parameter, number of parameters)."""
-        if layer in self.matrices:
-            layout = update_layout(self.plan.workload.optimizer, self.stack[layer])
-            assert layout
-            return layout.chunks(self.chunk)
-        total = self.stack[layer].elements
-        if total not in self.chunks:
-            self.chunks[total] = [
-                (number, first, min(self.chunk, total - first))
-                for number, first in enumerate(range(0, total, self.chunk))
-            ]
-        return self.chunks[total]
+        if layer not in self.matrices:
+            return super()._chunks(layer)
+        layout = update_layout(self.plan.workload.optimizer, self.stack[layer])
+        assert layout
+        return layout.chunks(self.chunk)
 
     def _longest_chunk(self, layer: str) -> int:
         """Returns the parameters of the layer's longest chunk."""
@@ -310,7 +301,7 @@ class _OverlappedStore(ChunkedStore):
         self.updated.add(layer)
         if not self._streams("weights", layer):
             if deferred:
-                self.apply(layer, self.home["gradients", layer])
+                self.apply_deferred(layer)
             self.emit_pending_update()
             return self.home["weights", layer]
         cache = self._cache(layer)
@@ -322,11 +313,9 @@ class _OverlappedStore(ChunkedStore):
             # The pending update reads its old weights from the slot that is about to be reused.
             self.emit_pending_update()
         slot = cache.take(layer)
-        if deferred and layer not in self.on_host:
-            self.apply(layer, self.home["gradients", layer], slot)
-        else:
-            if deferred:
-                self.apply_on_host(layer)
+        if deferred:
+            self.apply_deferred(layer, slot)
+        if not deferred or layer in self.on_host:
             self._copies(
                 "load_weights", layer, phase, micro, self.home["weights", layer], slot, self.width
             )
@@ -430,6 +419,15 @@ class _OverlappedStore(ChunkedStore):
         )
         self.builder.release(gradient)
         return coded
+
+    def apply_deferred(self, layer: str, slot: str | None = None) -> None:
+        """Emits the update of `layer` that the step before deferred. An update on the device also
+        writes the new weights to `slot`, if it is given.
+        """
+        if layer in self.on_host:
+            self.apply_on_host(layer)
+        else:
+            self.apply(layer, self.home["gradients", layer], slot)
 
     def apply_on_host(self, layer: str) -> None:
         """Emits AdamW on `layer` by the CPU, from a gradient in host memory.
@@ -600,10 +598,5 @@ class Overlapped(ParameterStorePolicy):
         builder = Builder(plan.policy)
         store = self.storage(builder, plan)
         for layer in plan.model.stack:
-            if isinstance(store, ShardedStore):
-                store.apply(layer)
-            elif layer in store.on_host:
-                store.apply_on_host(layer)
-            else:
-                store.apply(layer, store.home["gradients", layer])
+            store.apply_deferred(layer)
         return builder.build()

@@ -8,13 +8,13 @@ from megatrain.simulator.policies.building.clipping import Clipping
 from megatrain.simulator.policies.building.slot_cache import SlotCache
 from megatrain.simulator.policies.building.training_step import update_workspace
 from megatrain.simulator.schedule import OpId
-from megatrain.simulator.schedule.arithmetic import StateClass, stack_state
+from megatrain.simulator.schedule.arithmetic import StateClass, part_elements, stack_state
 from megatrain.simulator.schedule.plan import Plan
 
 
 class ChunkedStore:
-    """The slots of streamed weights, and copies of layers in chunks. A subclass makes the slots,
-    fills `home`, and defines `_chunks`.
+    """The slots of streamed weights, and copies of layers in chunks. A subclass makes the slots
+    and fills `home`.
     """
 
     clipping: Clipping
@@ -26,6 +26,8 @@ class ChunkedStore:
         """Bytes of an element in the compute dtype."""
         self.chunk = max(plan.knobs.chunk_bytes // self.width // ALIGNMENT, 1) * ALIGNMENT
         """Parameters of a chunk."""
+        self._chunks_of: dict[int, list[tuple[int, int, int]]] = {}
+        """Parameters of a layer -> its chunks. Cached, since many layers have the same size."""
         self.decoders = SlotCache(builder, "device.streamed_weights", plan.knobs.weight_slots)
         self.vocabulary = SlotCache(builder, "device.streamed_vocabulary", 1)
         self.updated: set[str] = set()
@@ -51,7 +53,13 @@ class ChunkedStore:
         """Returns (number, first parameter, number of parameters) of each chunk of the layer, or of
         the part of the layer that the rank owns.
         """
-        raise NotImplementedError
+        total = part_elements(self.plan, layer)
+        if total not in self._chunks_of:
+            self._chunks_of[total] = [
+                (number, first, min(self.chunk, total - first))
+                for number, first in enumerate(range(0, total, self.chunk))
+            ]
+        return self._chunks_of[total]
 
     def _copies(
         self, kind: str, layer: str, phase: str, micro: int, source: str, target: str, width: float

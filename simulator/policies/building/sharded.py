@@ -225,14 +225,6 @@ class ShardedStore(ChunkedStore):
                     knob=knob,
                 )
 
-    def _chunks(self, layer: str) -> list[tuple[int, int, int]]:
-        """Returns the chunks of the layer's part: (number, first parameter, parameters)."""
-        total = self.parts[layer]
-        return [
-            (number, first, min(self.chunk, total - first))
-            for number, first in enumerate(range(0, total, self.chunk))
-        ]
-
     def _received(self, layer: str, width: int) -> int:
         """Returns the bytes that a rank receives if it exchanges the layer."""
         return (self.plan.gpus - 1) * self.parts[layer] * width
@@ -248,7 +240,7 @@ class ShardedStore(ChunkedStore):
         streamed = self._streams("weights", layer)
         if layer not in self.updated:
             self.updated.add(layer)
-            self.apply(layer, slot if streamed else None)
+            self.apply_deferred(layer, slot if streamed else None)
         elif streamed:
             self._copies("load_weights", layer, phase, micro, home, slot, self.width)
         self.builder.op(
@@ -339,9 +331,10 @@ class ShardedStore(ChunkedStore):
         self.clipping.losses = list(self.losses.values())
         self.clipping.finish()
 
-    def apply(self, layer: str, slot: str | None = None) -> None:
-        """Emits AdamW on the rank's part of `layer`, chunk by chunk if any of its state streams.
-        The new weights are also written to the rank's part of `slot`, if it is given.
+    def apply_deferred(self, layer: str, slot: str | None = None) -> None:
+        """Emits the update of the rank's part of `layer` that the step before deferred, chunk by
+        chunk if any of its state streams. The new weights are also written to the rank's part of
+        `slot`, if it is given.
         """
         streamed = [name for name in STATE if self._streams(name, layer)]
         update = DeviceUpdate(self, layer, self.home["gradients", layer], slot, None, streamed)
