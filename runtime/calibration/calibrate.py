@@ -71,7 +71,7 @@ from megatrain.simulator.model.state_format import EXACT
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.policies import lower
 from megatrain.simulator.schedule import Op, serialized
-from megatrain.simulator.schedule.arithmetic import gradient_bytes
+from megatrain.simulator.schedule.arithmetic import layer_state
 from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
 
 _LAYERS = 3
@@ -215,7 +215,7 @@ class _Bench:
         key = _key(
             op,
             wide=op.kind in WIDE_KINDS
-            and gradient_bytes(plan, op.layer) > DTYPE_BYTES[plan.workload.dtype],
+            and layer_state(plan, op.layer)["gradients"].bytes > DTYPE_BYTES[plan.workload.dtype],
         )
         self.samples.setdefault(key, []).extend(durations)
         self.amounts[key] = op.amount

@@ -36,7 +36,6 @@ from megatrain.simulator.schedule.arithmetic import (
     cost_keys,
     layer_state,
     part_elements,
-    state_bytes,
     sums_on_device,
     updated_on_device,
 )
@@ -138,7 +137,7 @@ def in_slots(plan: Plan) -> set[str]:
 
 def classes_of(plan: Plan) -> list[StateClass]:
     """Returns the classes of state that the plan has. With fp32 weights there is no low half."""
-    return [name for name in CLASSES if state_bytes(plan, name, EMBEDDING)]
+    return [name for name in CLASSES if layer_state(plan, EMBEDDING)[name].bytes]
 
 
 class Filling:

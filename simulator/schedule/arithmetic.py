@@ -247,16 +247,6 @@ def layer_state_of(
     }
 
 
-def state_bytes(plan: Plan, name: StateClass, layer: str) -> float:
-    """Returns the bytes per parameter of one class of a layer's state."""
-    return layer_state(plan, layer)[name].bytes
-
-
-def gradient_bytes(plan: Plan, layer: str) -> float:
-    """Returns the bytes per parameter of a layer's gradient of a step, as it is stored."""
-    return layer_state(plan, layer)["gradients"].bytes
-
-
 def cost_keys(
     plan: Plan, kind: str, layer: str, *, kept: bool = False, read: bool = False
 ) -> dict[str, Any]:

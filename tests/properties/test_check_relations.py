@@ -20,7 +20,7 @@ from megatrain.simulator.model.layer import DTYPE_BYTES
 from megatrain.simulator.planner.assessment import Choice
 from megatrain.simulator.planner.search import candidates, plans_of
 from megatrain.simulator.planner.shared_step import shared_step
-from megatrain.simulator.schedule.arithmetic import contributions, gradient_bytes
+from megatrain.simulator.schedule.arithmetic import contributions, layer_state
 from megatrain.simulator.schedule.plan import Knobs, Plan
 from megatrain.simulator.verdict.verdict import Verdict, summarize
 
@@ -719,7 +719,7 @@ def test_bytes_over_the_link_have_a_closed_form(data: st.DataObject, case: Case)
             "weights": width,
             "master_low": 4 - width,
             "moments": 8,
-            "gradients": gradient_bytes(plan, layer),
+            "gradients": layer_state(plan, layer)["gradients"].bytes,
         }
         streams = {
             name: size * spec.elements

@@ -27,7 +27,7 @@ from megatrain.simulator.model.workload import Clipping, Dtype, Workload
 from megatrain.simulator.planner.lower_bound import LowerBound
 from megatrain.simulator.planner.search import search
 from megatrain.simulator.schedule import Op, ScheduleError
-from megatrain.simulator.schedule.arithmetic import state_bytes
+from megatrain.simulator.schedule.arithmetic import layer_state
 from megatrain.simulator.schedule.plan import Placement, Plan
 
 H200 = HardwareSpec.load("h200")
@@ -143,7 +143,7 @@ def test_every_policy_has_a_valid_schedule_for_an_outside_optimizer(
             if moments < 2:
                 with pytest.raises(ScheduleError, match=r"bytes of|writes no moments"):
                     schedule.check(2)
-    assert state_bytes(plan, "moments", "0") == 4 * moments
+    assert layer_state(plan, "0")["moments"].bytes == 4 * moments
 
 
 def test_clipping_by_update_is_adamw_s(files: dict[int, str]) -> None:

@@ -34,7 +34,7 @@ from megatrain.runtime.warm_up import WARM_UP_STEPS
 from megatrain.simulator import policies
 from megatrain.simulator.base.errors import RunError, UserError
 from megatrain.simulator.policies import lower
-from megatrain.simulator.schedule.arithmetic import gradient_bytes
+from megatrain.simulator.schedule.arithmetic import layer_state
 from megatrain.simulator.schedule.plan import Placement, Plan
 
 CPU = torch.device("cpu")
@@ -482,7 +482,7 @@ def test_a_layer_s_state_is_stored_once_in_12_bytes_per_parameter_without_its_gr
         assert len({pool.partition(".")[2] for pool in homes}) == len(homes), (
             "a class of data is stored twice"
         )
-        assert gradients in ([], [gradient_bytes(plan, layer.name) * layer.elements])
+        assert gradients in ([], [layer_state(plan, layer.name)["gradients"].of(layer.elements)])
     host = [buffer for buffer in schedule.buffers if buffer.place == "host"]
     staging = {buffer.pool for buffer in host} - {f"host.{name}" for name in CLASSES}
     assert staging <= {
