@@ -216,7 +216,10 @@ class Op(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def size(self) -> tuple[object, ...]:
-        """The size of the op, as in `Sizes`. Ops of one size have the same cost."""
+        """What the cost of the op depends on: its kind, lane, bytes, parameters, FLOPs, elements,
+        shape and priority, and whether it adds to its target. For ops of the embedding and the head
+        it includes the layer.
+        """
         id = parse_id(self.id)
         return (
             id.kind,

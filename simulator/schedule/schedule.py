@@ -39,12 +39,7 @@ class IndexedSchedule(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The ops of a schedule grouped by size. All ops of one size have the same cost.
-
-    The size of an op consists of its kind, lane, bytes, parameters, FLOPs, elements, shape and
-    priority, and of whether it adds to its target. For ops of the embedding and the head it
-    includes the layer.
-    """
+    """The ops of a schedule grouped by size (`Op.size`)."""
 
     ops: tuple[Op, ...]
     """One op of each size."""
@@ -133,38 +128,14 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @functools.cached_property
     def sizes(self) -> Sizes:
         """The ops grouped by size. Raises ScheduleError if an op id cannot be parsed."""
-        # An id up to its first dot -> the kind of op, followed by the layer unless it is a decoder
-        # layer. Parsing each of these once is faster than parsing every id.
-        named: dict[str, str] = {}
         indices: dict[tuple[object, ...], int] = {}
         ops: list[Op] = []
         which: list[int] = []
         for op in self.ops:
-            start = op.id.partition(".")[0]
-            name = named.get(start)
-            if name is None:
-                id = parse_id(op.id)
-                name = named[start] = id.kind if id.layer.isdigit() else f"{id.kind} {id.layer}"
-            reads, adds = op.reads, False
-            for buffer in op.writes:
-                if buffer in reads:
-                    adds = True
-            key = (
-                name,
-                op.lane,
-                op.bytes,
-                op.parameters,
-                op.flops,
-                op.elements,
-                op.shape,
-                op.high_priority,
-                adds,
-            )
-            size = indices.get(key)
-            if size is None:
-                size = indices[key] = len(ops)
+            index = indices.setdefault(op.size, len(ops))
+            if index == len(ops):
                 ops.append(op)
-            which.append(size)
+            which.append(index)
         return Sizes(tuple(ops), which)
 
     def to_text(self) -> str:

@@ -20,7 +20,6 @@ from megatrain.simulator.schedule import (
     OpId,
     Schedule,
     ScheduleError,
-    Sizes,
 )
 from megatrain.simulator.schedule.buffer import DTYPES_OF
 from megatrain.simulator.schedule.schedule import IndexedSchedule
@@ -221,8 +220,7 @@ class Builder:
         """Returns the schedule of all ops so far."""
         schedule = Schedule(policy=self._policy, buffers=tuple(self._buffers), ops=self._ops())
         vars(schedule).update(
-            compiled=IndexedSchedule(self._lanes, self._after, "", self._micro_batches()),
-            sizes=self._grouped(),
+            compiled=IndexedSchedule(self._lanes, self._after, "", self._micro_batches())
         )
         return schedule
 
@@ -252,36 +250,3 @@ class Builder:
             if lane == _COMPUTE and id.micro is not None:
                 last[id.micro] = index
         return tuple([last[micro] for micro in sorted(last)])
-
-    def _grouped(self) -> Sizes:
-        """Returns what `Schedule.sizes` would return."""
-        indices: dict[tuple[object, ...], int] = {}
-        ops: list[Op] = []
-        which: list[int] = []
-        for id, lane, reads, writes, sizes in zip(
-            self._ids, self._lanes, self._reads, self._writes, self._sizes, strict=True
-        ):
-            adds = False
-            for buffer in writes:
-                if buffer in reads:
-                    adds = True
-            kind, layer, get = id.kind, id.layer, sizes.get
-            key = (
-                kind,
-                "" if layer.isdigit() else layer,
-                lane,
-                adds,
-                get("bytes", 0),
-                get("parameters", 0),
-                get("flops", 0),
-                get("elements", 0),
-                get("shape", ""),
-                get("high_priority", False),
-            )
-            size = indices.get(key)
-            if size is None:
-                size = indices[key] = len(ops)
-                op = Op(id=str(id), lane=LANES[lane], reads=reads, writes=writes, **sizes)
-                ops.append(op)
-            which.append(size)
-        return Sizes(tuple(ops), which)
