@@ -63,30 +63,9 @@ class HostKernels:
 
         self._library = library
         self._disband = function("disband", pointer)
-        self._adamw = function(
-            "adamw",
-            pointer,
-            count,
-            pointer,
-            pointer,
-            pointer,
-            pointer,
-            pointer,
-            flag,
-            pointer,
-            pointer,
-            pointer,
-            pointer,
-        )
-        self._blockwise_adamw = function(
-            "blockwise_adamw",
-            pointer,
-            count,
-            *[pointer] * 5,
-            flag,
-            *[pointer] * 4,
-            *[ctypes.c_int64] * 2,
-        )
+        update = (pointer, count, *[pointer] * 5, flag, *[pointer] * 4)
+        self._adamw = function("adamw", *update)
+        self._blockwise_adamw = function("blockwise_adamw", *update, *[ctypes.c_int64] * 2)
         self._row_sums = function("row_sums", pointer, count, pointer, flag, flag, pointer)
         self._ratio_sums = function(
             "ratio_sums", pointer, count, pointer, flag, pointer, flag, pointer, pointer
@@ -121,23 +100,19 @@ class HostKernels:
         copy_to: torch.Tensor | None,
         scalars: Sequence[float],
     ) -> None:
-        addresses = (
+        self._adamw(
+            self._team,
+            weights.numel(),
             weights.data_ptr(),
             _address(low),
             first.data_ptr(),
             second.data_ptr(),
             gradient.data_ptr(),
-        )
-        rounded = (ctypes.c_float * len(scalars))(*scalars)
-        self._adamw(
-            self._team,
-            weights.numel(),
-            *addresses,
             _is_fp32(gradient),
             _address(clip),
             _address(scale),
             _address(copy_to),
-            rounded,
+            (ctypes.c_float * len(scalars))(*scalars),
         )
 
     def blockwise_adamw(
@@ -186,7 +161,6 @@ class HostKernels:
         sums: torch.Tensor,
         scalars: Sequence[float],
     ) -> None:
-        rounded = (ctypes.c_float * len(scalars))(*scalars)
         self._ratio_sums(
             self._team,
             gradient.numel(),
@@ -195,7 +169,7 @@ class HostKernels:
             second.data_ptr(),
             int(second.dtype == torch.uint8),
             sums.data_ptr(),
-            rounded,
+            (ctypes.c_float * len(scalars))(*scalars),
         )
 
     def fold(self, sums: torch.Tensor) -> torch.Tensor:
