@@ -179,16 +179,19 @@ def run_together(
             counts[lane].append(time.perf_counter())
 
     workers = [threading.Thread(target=serve, args=(lane,)) for lane in work]
-    for worker in workers:
-        worker.start()
-    while not stop.is_set() and not all(len(stamps) >= 2 for stamps in counts.values()):
-        time.sleep(0.005)
-    stop.wait(windows * _WINDOW_SECONDS)
-    while not stop.is_set() and not all(len(stamps) >= 5 for stamps in counts.values()):
-        time.sleep(0.005)
-    stop.set()
-    for worker in workers:
-        worker.join()
+    try:
+        for worker in workers:
+            worker.start()
+        while not stop.is_set() and not all(len(stamps) >= 2 for stamps in counts.values()):
+            time.sleep(0.005)
+        stop.wait(windows * _WINDOW_SECONDS)
+        while not stop.is_set() and not all(len(stamps) >= 5 for stamps in counts.values()):
+            time.sleep(0.005)
+    finally:  # also after Ctrl-C
+        stop.set()
+        for worker in workers:
+            if worker.is_alive():
+                worker.join()
     if failures:
         raise failures[0]
     begin, end = (

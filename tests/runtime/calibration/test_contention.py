@@ -276,3 +276,21 @@ def test_a_lane_that_fails_ends_the_others() -> None:
         contention.run_together(
             {"compute": fail, "cpu": lambda: None}, {"compute": 1, "cpu": 1}, torch.device("cpu")
         )
+
+
+def test_ctrl_c_ends_all_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise they would work forever, and the process would not end."""
+
+    def interrupt(_: float) -> None:
+        raise KeyboardInterrupt
+
+    def work() -> None:
+        threading.Event().wait(0.05)
+
+    before = threading.active_count()
+    monkeypatch.setattr(contention.time, "sleep", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        contention.run_together(
+            {"compute": work, "cpu": work}, {"compute": 1, "cpu": 1}, torch.device("cpu")
+        )
+    assert threading.active_count() == before
