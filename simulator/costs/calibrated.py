@@ -164,6 +164,7 @@ class Calibrated(ContendedCosts):
         kind = op.kind
         unmeasured = (
             kind in (*PASS_KINDS, *EXCHANGE_KINDS, "sum_rows")
+            or (kind == "accumulate_gradients" and op.lane != "cpu")
             or (
                 kind in ("update_ratios", "encode_gradients")
                 and not any(name.partition("@")[0] == kind for name in self.table.curves)

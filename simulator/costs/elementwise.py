@@ -84,8 +84,8 @@ class Elementwise:
         * `norm` and `sum_rows` read the gradient.
         * `encode_gradients` reads the gradient and writes its codes, with PyTorch's temporaries.
         * `update_ratios` reads the gradient and the second moment.
-        * `accumulate_gradients` reads the staging buffer and writes the gradient. If it adds, it
-          also reads the gradient.
+        * `accumulate_gradients` reads the staging buffer or, on the device, the sum of a group of
+          micro-batches, and writes the gradient. If it adds, it also reads the gradient.
         * An update reads and writes the master and the optimizer's moments, and reads the
           gradient. Matrix products are not counted, because their time follows from their FLOPs.
         """
@@ -99,7 +99,8 @@ class Elementwise:
         if kind == "update_ratios":
             return int((gradient + self._second) * op.parameters)
         if kind == "accumulate_gradients":
-            return (self._width + gradient * (2 if op.adds else 1)) * op.parameters
+            staged = self._width if op.lane == "cpu" else gradient
+            return (staged + gradient * (2 if op.adds else 1)) * op.parameters
         if kind in ("update", "cpu_update"):
             return int(self._update_bytes(op) * op.parameters)
         return 0 if kind == "clip" else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -103,6 +104,22 @@ def test_adding_may_have_a_curve_of_its_own() -> None:
         )
         == 15
     )
+
+
+def test_sums_of_groups_on_the_device_are_not_timed_like_sums_on_the_host(
+    make_plan: Callable[..., Plan],
+) -> None:
+    """They read two fp32 sums and write one, at the rate of the device."""
+    plan = make_plan("overlapped", accumulation=4, sum_group=2, micro_batch_group=2)
+    op = next(op for op in policies.lower(plan).ops if op.kind == "accumulate_gradients")
+    hardware = HardwareSpec.load("h200")
+    costs = Calibrated(
+        table(curves={"accumulate_gradients:add": ((op.parameters, 10**9),)}),
+        Datasheet(hardware, plan.model, plan.workload),
+    )
+    assert costs.duration_ns(op) == math.ceil(12 * op.parameters / hardware.device_gb_per_s)
+    assert costs.extrapolated(op)
+    assert costs.duration_ns(msgspec.structs.replace(op, lane="cpu")) == 10**9
 
 
 def test_a_curve_of_one_point_is_proportional() -> None:
