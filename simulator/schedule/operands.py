@@ -209,9 +209,7 @@ def _check_sizes(
     """Raises ScheduleError if an operand is too small for the bytes or parameters of `op`."""
     for name in op.buffers:
         buffer = buffers[base_buffer(name)]
-        if op.kind in _COPIES and op.kind != "load_second_moment":
-            needed = op.offset + op.bytes
-        elif op.kind in _PER_PARAMETER and buffer.data in (
+        if op.kind in _PER_PARAMETER and buffer.data in (
             "weights",
             "master_low",
             "moments",
@@ -222,6 +220,8 @@ def _check_sizes(
             )
             values = kept(op.layer, first, count) if buffer.data == "moments" else count
             needed = int(values * WIDTH[dtypes[name]])
+        elif op.kind in _COPIES:
+            needed = op.offset + op.bytes
         elif op.kind in _EXCHANGED:
             if buffer.data == "workspace":
                 needed = exchange_room(op, WIDTH[dtypes[op.reads[0]]])
