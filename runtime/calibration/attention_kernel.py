@@ -15,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from megatrain.runtime.calibration.timing import time_repeatedly
 from megatrain.runtime.memory.arenas import TORCH_DTYPE
+from megatrain.simulator.hardware.machine import MOST_HALF_TOKENS
 from megatrain.simulator.model.families import UNFUSED_ATTENTION
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
@@ -104,7 +105,8 @@ def attention_rate(
     With these, the two longest rows of `points` take the measured times. The forward and the
     backward of a row of S tokens take a time proportional to S (S + half_tokens). Together they
     count as 3.5 forwards. `flops_per_s` is the rate of a large matrix product. Returns None if
-    there are fewer than two points, or if the time per token does not grow with the length.
+    there are fewer than two points, or if the time per token does not grow with the length, or so
+    little that `attention_half_tokens` is above the allowed range.
     """
     if len(points) < 2:
         return None
@@ -114,6 +116,8 @@ def attention_rate(
     if slope <= 0:
         return None
     half = max(per_token[1] / slope - long, 0.0)
+    if half > MOST_HALF_TOKENS:
+        return None
     heads, _, size = model.heads
     # A forward has 2 H D S^2 FLOPs, because half of the pairs are masked.
     flops = 3.5 * 2 * heads * size * long * (long + half)

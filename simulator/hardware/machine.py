@@ -43,6 +43,8 @@ GROUP = "megatrain.hardware"
 ATTENTION_EFFICIENCY, ATTENTION_HALF_TOKENS = 0.337, 970
 """Defaults of `AttentionRate`: causal flash attention with heads of 128 elements on an H200,
 measured 2026-11-21 (docs/lab_notes.md, "Flash attention")."""
+MOST_HALF_TOKENS = 2**20
+"""The highest `AttentionRate.half_tokens` that a machine may have."""
 _FP8_SHARE = 0.925
 """The share of the peak that fp8 products reach, divided by the share that bf16 products reach. On
 an H200, whose fp8 peak is twice its bf16 peak, fp8 products were 1.85 times as fast
@@ -419,7 +421,7 @@ _LIMITS: dict[str, tuple[float, float]] = {
     "cores": (1, 2**16),
     "cpu_update_per_s": (1, 1e15),
     "cpu_adam_per_s": (1, 1e15),
-    "attention_half_tokens": (0, 2**20),
+    "attention_half_tokens": (0, MOST_HALF_TOKENS),
     "link_latency_ns": (0, 10**9),
     "watts": (0.001, 1e6),
     "uncertainty": (0, 0.9),

@@ -92,3 +92,14 @@ def test_times_that_grow_faster_than_the_square_have_no_half_tokens() -> None:
 def test_without_growth_per_token_there_is_no_rate(longer: int) -> None:
     """This happens on a machine that is busy while the shorter row is timed."""
     assert attention_rate(model_of("qwen2"), ((512, 5, 5), (2048, longer, 0)), 1e12) is None
+
+
+@pytest.mark.parametrize(("longer", "has_rate"), [(40_010, False), (40_100, True)])
+def test_growth_per_token_that_is_lost_in_the_noise_gives_no_rate(
+    longer: int, has_rate: bool
+) -> None:
+    """The heads of a very small model are so small that the square hardly counts at 2,048 tokens. A
+    machine with the half_tokens that follow would be refused after it was measured.
+    """
+    points = ((512, 5_000, 5_000), (2048, longer, 0))
+    assert (attention_rate(model_of("qwen2"), points, 1e12) is not None) == has_rate
