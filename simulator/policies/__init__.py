@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
+import traceback
 from collections.abc import Iterable, Iterator
 
 import msgspec
@@ -20,9 +22,10 @@ from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.policies.building.evaluation import forward_only
 from megatrain.simulator.policies.policy import Policy
 from megatrain.simulator.policies.registry import find, registered
-from megatrain.simulator.schedule import Schedule
+from megatrain.simulator.schedule import Schedule, ScheduleError
 from megatrain.simulator.schedule.arithmetic import kept_moments, refuse_on_host
 from megatrain.simulator.schedule.plan import Plan
+from megatrain.simulator.schedule.step_check import check_layers, check_step
 
 __all__ = [
     "Policy",
@@ -107,7 +110,7 @@ def lower_uncached(plan: Plan) -> Schedule:
     """Returns what `lower` returns, without its cache."""
     policy = _policy(plan)
     with _failures_named(plan.policy, "lower"):
-        return policy.lower(plan)
+        return _schedule(policy.lower(plan))
 
 
 def lower_for_timing(plan: Plan) -> Schedule:
@@ -118,7 +121,11 @@ def lower_for_timing(plan: Plan) -> Schedule:
     """
     policy = _policy(plan)
     with _failures_named(plan.policy, "lower"):
-        return policy.lower_for_timing(plan)
+        schedule = _schedule(policy.lower_for_timing(plan))
+        if schedule.compiled.fault:
+            allowed, fix = "dependencies on earlier ops", "let Builder derive the dependencies"
+            raise ScheduleError(schedule.compiled.fault, allowed, fix)
+        return schedule
 
 
 def outline(plan: Plan, *, merged: bool = False) -> Schedule:
@@ -131,7 +138,7 @@ def outline(plan: Plan, *, merged: bool = False) -> Schedule:
     if type(policy).buffers is Policy.buffers:
         return lower(plan)
     with _failures_named(plan.policy, "buffers"):
-        return policy.buffers(plan, merged=merged)
+        return _schedule(policy.buffers(plan, merged=merged))
 
 
 def _policy(plan: Plan) -> Policy:
@@ -260,21 +267,50 @@ def _refuse_coded_gradients(plan: Plan, policy: Policy) -> None:
         )
 
 
+def _schedule(result: object) -> Schedule:
+    """Returns `result`. Raises TypeError if a policy returned something else than a schedule."""
+    if not isinstance(result, Schedule):
+        raise TypeError(f"it returned {type(result).__name__}, not the Schedule of Builder.build")
+    return result
+
+
 @contextlib.contextmanager
 def _failures_named(name: str, method: str) -> Iterator[None]:
-    """Raises UserError with the policy's name if its `method` fails in the block."""
+    """Raises UserError with the policy's name if its `method` fails in the block. The error names
+    the line of the policy's file.
+    """
     try:
         yield
     except UserError:
         raise
+    except ScheduleError as error:
+        raise UserError(
+            f"policy {name}",
+            found=f"{error}{_line(name, error)}",
+            allowed=error.allowed,
+            fix=error.fix,
+        ) from error
     except Exception as error:
         text = str(error).splitlines()[0] if str(error) else ""
         raise UserError(
             f"policy {name}",
-            found=f"{type(error).__name__} in {method}: {text}",
+            found=f"{type(error).__name__} in {method}: {text}{_line(name, error)}",
             allowed="a schedule, or a UserError for a plan that the policy refuses",
             fix="correct the policy, or use another one",
         ) from error
+
+
+def _line(name: str, error: Exception) -> str:
+    """Returns the last line of the policy's file that `error` passed through, or empty if it passed
+    through none.
+    """
+    file = inspect.getfile(type(find(name)))
+    lines = [
+        entry.lineno
+        for entry in traceback.extract_tb(error.__traceback__)
+        if entry.filename == file
+    ]
+    return f" ({file}, line {lines[-1]})" if lines else ""
 
 
 def flush_update(plan: Plan) -> Schedule | None:
@@ -297,10 +333,19 @@ def evaluation(plan: Plan) -> Schedule:
 def verified(plan: Plan) -> Schedule:
     """Returns the plan's schedule after checking it.
 
-    Raises UserError if its digest differs from the plan's, and ScheduleError if the schedule is not
-    correct (`Schedule.check`).
+    Raises UserError if its digest differs from the plan's, or if the schedule is not correct
+    (`Schedule.check`, `check_step`).
     """
     schedule = lower(plan)
+    if (again := plan.digest != schedule.digest and lower_uncached(plan).digest) and (
+        again != schedule.digest
+    ):
+        raise UserError(
+            f"policy {plan.policy}",
+            found=f"schedules {schedule.digest} and {again} of the same plan",
+            allowed="a `lower` that always returns the same schedule of a plan",
+            fix="take out what changes from call to call, such as random numbers or sets",
+        )
     if plan.digest != schedule.digest:
         raise UserError(
             "plan: digest",
@@ -309,8 +354,32 @@ def verified(plan: Plan) -> Schedule:
             fix="if the plan was edited, write it again with `megatrain plan --from PLAN --out"
             " NEW`; otherwise make a new plan",
         )
-    schedule.check(kept_moments(plan))
+    with _failures_named(plan.policy, "lower"), _ops_described(schedule):
+        check_layers(plan, schedule)
+        schedule.check(kept_moments(plan))
+        flush = flush_update(plan)
+        if find(plan.policy).defers_update(plan) != (flush is not None):
+            raise ScheduleError(
+                f"defers_update is {flush is None} and flush_update returns"
+                f" {'no' if flush is None else 'a'} schedule",
+                allowed="True and a schedule, or False and None",
+                fix="define both methods, or neither",
+            )
+        check_step(plan, schedule, flush)
     return schedule
+
+
+@contextlib.contextmanager
+def _ops_described(schedule: Schedule) -> Iterator[None]:
+    """Puts the kind of op in front of each op id in the text of a ScheduleError."""
+    try:
+        yield
+    except ScheduleError as error:
+        words = str(error).split(" ")
+        ids = [word.rstrip(":,") for word in words]
+        known = [schedule.by_id.get(id) for id in ids]
+        text = [f"{op.kind} {word}" if op else word for op, word in zip(known, words, strict=True)]
+        raise ScheduleError(" ".join(text), error.allowed, error.fix) from error
 
 
 def executable(plan: Plan) -> Schedule:

@@ -48,7 +48,7 @@ class Policy:
 
         Raises UserError if the policy cannot execute `plan`. The search then skips this plan.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} does not define it")
 
     def lower_for_timing(self, plan: Plan) -> Schedule:
         """Returns a schedule with the `compiled` and `sizes` of the one that `lower` returns. Its

@@ -96,6 +96,16 @@ def is_whole(shape: str) -> bool:
 class ScheduleError(ValueError):
     """Raised if a schedule breaks a rule. The text names the ops and the buffer."""
 
+    def __init__(
+        self,
+        text: str,
+        allowed: str = "what simulator/schedule/__init__.py says of this kind of op",
+        fix: str = "correct this op in the policy",
+    ) -> None:
+        """`allowed` and `fix` are for the author of the policy, as in `UserError`."""
+        super().__init__(text)
+        self.allowed, self.fix = allowed, fix
+
 
 class OpId(msgspec.Struct, frozen=True):
     """The parts of an op id: `W12b.m0.c3` is chunk 3 of loading layer 12's weights for the backward
@@ -115,6 +125,13 @@ class OpId(msgspec.Struct, frozen=True):
     """The chunk, if the op works on one of several."""
 
     def __str__(self) -> str:
+        """Returns the id as text. Raises ScheduleError if the kind is unknown."""
+        if self.kind not in _CODE_OF:
+            raise ScheduleError(
+                f"op of layer {self.layer!r}: unknown kind {self.kind!r}",
+                allowed=", ".join(_CODE_OF),
+                fix="name one of these kinds in its OpId",
+            )
         text = f"{_CODE_OF[self.kind]}{self.layer}{self.phase}"
         if self.micro is not None:
             text += f".m{self.micro}"
@@ -133,8 +150,10 @@ def parse_id(text: str) -> OpId:
     match = _ID.fullmatch(text)
     if match is None or match["code"] not in CODES:
         raise ScheduleError(
-            f"op id {text!r}: expected CODE[LAYER][PHASE][.mMICRO][.cCHUNK], where CODE is one of"
-            f" {', '.join(CODES)}"
+            f"op id {text!r}",
+            allowed="CODE[LAYER][PHASE][.mMICRO][.cCHUNK], where PHASE is f, r, b or h, and CODE is"
+            f" one of {', '.join(CODES)}",
+            fix="make the id with OpId",
         )
     number = {key: None if match[key] is None else int(match[key]) for key in ("micro", "chunk")}
     return OpId(

@@ -206,10 +206,15 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         held: set[str] = set()
         for index, op in enumerate(self.ops):
             if op.id in place:
-                raise ScheduleError(f"{op.id}: two ops have this id")
+                raise ScheduleError(
+                    f"{op.id}: two ops have this id",
+                    allowed="ids that are unique in the step",
+                    fix="give the two different layers, phases, micro-batches or chunks in OpId",
+                )
             if str(parse_id(op.id)) != op.id or op.lane not in LANES:
                 raise ScheduleError(
-                    f"{op.id}: not in its canonical form, or on no lane: {op.lane!r}"
+                    f"{op.id}: not in its canonical form, or on no lane: {op.lane!r}",
+                    allowed=f"the text of an OpId, and a lane of {', '.join(LANES)}",
                 )
             if op.high_priority and op.lane != "update":
                 raise ScheduleError(
@@ -217,11 +222,19 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
                 )
             for dependency in op.after:
                 if dependency not in place:
-                    raise ScheduleError(f"{op.id}: depends on {dependency}, which is not before it")
+                    raise ScheduleError(
+                        f"{op.id}: depends on {dependency}, which is not before it",
+                        allowed="dependencies on earlier ops",
+                        fix="let Builder derive the dependencies",
+                    )
             place[op.id] = index
             for name in map(base_buffer, op.buffers):
                 if name not in self.buffer:
-                    raise ScheduleError(f"{op.id}: unknown buffer {name}")
+                    raise ScheduleError(
+                        f"{op.id}: unknown buffer {name}",
+                        allowed="buffers that the policy makes with persistent or slots",
+                        fix="use the id that persistent or acquire returned",
+                    )
             if self.is_typed:
                 check_operands(op, self.buffer, self.dtype_of, kept)
             earlier = order.touch(op.lane, op.reads, op.writes)
@@ -230,11 +243,18 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
                 if not order.precedes(other, index):
                     raise ScheduleError(
                         f"race on {_contested(self.ops[other], op)}: nothing orders"
-                        f" {self.ops[other].id} before {op.id}"
+                        f" {self.ops[other].id} before {op.id}",
+                        allowed="a dependency between two ops on a buffer that one of them writes",
+                        fix="name every buffer that the op reads and writes in Builder.op, and keep"
+                        " the dependencies that Builder derives",
                     )
             self._check_holds(op, held)
         if held:
-            raise ScheduleError(f"never released: {', '.join(sorted(held))}")
+            raise ScheduleError(
+                f"never released: {', '.join(sorted(held))}",
+                allowed="slots that are free at the end of the step",
+                fix="call Builder.release after the last op that uses the slot",
+            )
 
     def _check_buffers(self) -> None:
         """Raises ScheduleError unless ids are unique, each pool holds one class of data, and no two
@@ -243,7 +263,9 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         if len(self.buffer) != len(self.buffers):
             ids = [buffer.id for buffer in self.buffers]
             raise ScheduleError(
-                f"{next(name for name in ids if ids.count(name) > 1)}: two buffers have this id"
+                f"{next(name for name in ids if ids.count(name) > 1)}: two buffers have this id",
+                allowed="one buffer for each pool and key",
+                fix="give the pool or the key another name",
             )
         pools: dict[str, Buffer] = {}
         for buffer in self.buffers:
@@ -279,15 +301,27 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             if slot in held or slot not in op.writes:
                 raise ScheduleError(
                     f"{op.id}: acquires {slot}, which is"
-                    f" {'held' if slot in held else 'not written by it'}"
+                    f" {'held' if slot in held else 'not written by it'}",
+                    allowed="a free slot that the op writes",
+                    fix="take the slot with Builder.acquire",
                 )
             held.add(slot)
         for name in map(base_buffer, op.buffers):
             if not self.buffer[name].persistent and name not in held:
-                raise ScheduleError(f"{op.id}: touches {name}, which is not acquired")
+                raise ScheduleError(
+                    f"{op.id}: touches {name}, which is not acquired",
+                    allowed="slots that an earlier op has written since Builder.acquire, and that"
+                    " are not released",
+                    fix="acquire the slot, emit the op that fills it, and release it after its last"
+                    " use",
+                )
         for slot in op.releases:
             if slot not in held:
-                raise ScheduleError(f"{op.id}: releases {slot}, which is not acquired")
+                raise ScheduleError(
+                    f"{op.id}: releases {slot}, which is not acquired",
+                    allowed="one release of each acquired slot",
+                    fix="call Builder.release once",
+                )
             held.remove(slot)
 
 

@@ -145,6 +145,10 @@ class VectorClocks:
         """Returns the last op that touched `buffer`. Raises KeyError if none did."""
         return self._uses[buffer][0].latest
 
+    def touched(self, buffer: str) -> bool:
+        """Returns whether an op touched `buffer`."""
+        return buffer in self._uses
+
     def _first_use(self, buffer: str) -> list[_ClockedUse]:
         """Adds a buffer, or a part of one, and returns its entry in `_uses`."""
         own = _ClockedUse()

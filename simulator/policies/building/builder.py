@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Sequence
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack, get_args
 
 import msgspec
 
@@ -27,6 +27,34 @@ from megatrain.simulator.schedule.vector_clocks import VectorClocks
 
 _LANES = {lane: index for index, lane in enumerate(LANES)}
 _COMPUTE = _LANES["compute"]
+_CLASSES: tuple[str, ...] = get_args(DataClass)
+
+
+def unknown_lane(id: OpId, lane: str) -> ScheduleError:
+    """Returns the error for an op on a lane that does not exist."""
+    return ScheduleError(
+        f"{id}: unknown lane {lane!r}", ", ".join(LANES), "name one of these in Builder.op"
+    )
+
+
+def checked_dtype(pool: str, data: DataClass, dtype: BufferDtype | None) -> BufferDtype:
+    """Returns `dtype`, or if it is None the default of the class of data.
+
+    Raises ScheduleError if the pool has no place, the class is unknown, or there is no default.
+    """
+    if not pool.startswith(("device.", "host.")):
+        allowed = "device.NAME or host.NAME"
+        raise ScheduleError(f"pool {pool!r}", allowed, "begin its name with the place")
+    if data not in _CLASSES:
+        allowed, fix = ", ".join(_CLASSES), "name one of these classes of data"
+        raise ScheduleError(f"pool {pool}: unknown class of data {data!r}", allowed, fix)
+    if dtype is None and data not in DTYPES_OF:
+        raise ScheduleError(
+            f"pool {pool}: no dtype for {data}",
+            allowed="bf16, fp32, or the dtype of layer_state",
+            fix="pass dtype, such as plan.workload.dtype",
+        )
+    return dtype or DTYPES_OF[data][0]
 
 
 class Traits(TypedDict, total=False):
@@ -96,7 +124,7 @@ class Builder:
                 id=name,
                 bytes=size,
                 data=data,
-                dtype=dtype or DTYPES_OF[data][0],
+                dtype=checked_dtype(pool, data, dtype),
                 persistent=True,
                 **traits,
             )
@@ -113,7 +141,7 @@ class Builder:
         **traits: Unpack[Traits],
     ) -> None:
         """Adds a pool of `count` interchangeable buffers of `size` bytes each."""
-        kind = dtype or DTYPES_OF[data][0]
+        kind = checked_dtype(pool, data, dtype)
         buffers = [
             Buffer(id=f"{pool}:{index}", bytes=size, data=data, dtype=kind, **traits)
             for index in range(count)
@@ -140,17 +168,46 @@ class Builder:
 
         The next op that writes the slot acquires it in the schedule.
         """
-        free = self._free[pool]
-        if not free:
-            raise ScheduleError(f"policy {self._policy}: no slot of {pool} is free")
-        slot = free.popleft()
+        slot = self._next_free(pool)
         self._fresh.add(slot)
         return slot
 
+    def _next_free(self, pool: str) -> str:
+        """Takes the slot of `pool` that has been free for longest. Raises ScheduleError if there is
+        no such pool, or no slot is free.
+        """
+        if pool not in self._free:
+            allowed, fix = ", ".join(self._free) or "none", "make the pool with Builder.slots"
+            raise ScheduleError(f"no pool {pool} of slots", allowed, fix)
+        free = self._free[pool]
+        if not free:
+            raise ScheduleError(
+                f"no slot of {pool} is free",
+                allowed="an acquire while the pool has a free slot",
+                fix="release a slot first, or make more of them in Builder.slots",
+            )
+        return free.popleft()
+
+    def _free_slots_with(self, slot: str) -> deque[str]:
+        """Returns the free slots of the pool of `slot`. Raises ScheduleError if there is no such
+        slot.
+        """
+        if slot not in self._queue:
+            allowed = "a slot that Builder.acquire returned"
+            raise ScheduleError(f"release of {slot}", allowed, "release what was acquired")
+        return self._queue[slot]
+
     def release(self, slot: str) -> None:
-        """Frees `slot`. In the schedule, the last op so far that uses the slot releases it."""
+        """Frees `slot`. In the schedule, the last op so far that uses the slot releases it.
+
+        Raises ScheduleError if there is no such slot, or no op has used it.
+        """
+        free = self._free_slots_with(slot)
+        if not self._order.touched(slot):
+            allowed, fix = "slots that an op has used", "emit the op that fills the slot first"
+            raise ScheduleError(f"release of {slot}, which no op has used", allowed, fix)
         self._releases.setdefault(self._order.last(slot), []).append(slot)
-        self._queue[slot].append(slot)
+        free.append(slot)
 
     def op(
         self, id: OpId, lane: str, reads: Collection[str], writes: Collection[str], **sizes: Any
@@ -165,6 +222,11 @@ class Builder:
             **sizes: The fields `offset`, `bytes`, `parameters`, `flops`, `elements`, `shape` and
                 `high_priority` of `Op`.
         """
+        if lane not in _LANES:
+            raise unknown_lane(id, lane)
+        if not isinstance(id.layer, str):
+            allowed, fix = "a string, such as '3'", "pass the name of the layer to OpId"
+            raise ScheduleError(f"{id}: layer {id.layer!r}", allowed, fix)
         reads, writes = tuple(reads), tuple(writes)
         also = None
         if self._serial and self._ids and self._lanes[-1] != _LANES[lane]:
@@ -218,11 +280,25 @@ class Builder:
 
     def build(self) -> Schedule:
         """Returns the schedule of all ops so far."""
-        schedule = Schedule(policy=self._policy, buffers=tuple(self._buffers), ops=self._ops())
+        try:
+            ops = self._ops()
+        except TypeError:
+            self._refuse_sizes()
+            raise
+        schedule = Schedule(policy=self._policy, buffers=tuple(self._buffers), ops=ops)
         vars(schedule).update(
             compiled=IndexedSchedule(self._lanes, self._after, "", self._micro_batches())
         )
         return schedule
+
+    def _refuse_sizes(self) -> None:
+        """Raises ScheduleError if an op has a size that `Op` does not have."""
+        allowed = ["offset", "bytes", "parameters", "flops", "elements", "shape", "high_priority"]
+        for id, sizes in zip(self._ids, self._sizes, strict=True):
+            for name in sizes:
+                if name not in allowed:
+                    fix = "pass one of these to Builder.op"
+                    raise ScheduleError(f"{id}: unknown size {name!r}", ", ".join(allowed), fix)
 
     def _ops(self) -> tuple[Op, ...]:
         """Returns all ops so far."""

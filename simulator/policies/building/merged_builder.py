@@ -8,9 +8,9 @@ from typing import Unpack
 
 import msgspec
 
-from megatrain.simulator.policies.building.builder import Builder, Traits
+from megatrain.simulator.policies.building.builder import Builder, Traits, checked_dtype
 from megatrain.simulator.schedule import Buffer, BufferDtype, DataClass, Schedule
-from megatrain.simulator.schedule.buffer import DTYPES_OF, allocated_bytes
+from megatrain.simulator.schedule.buffer import allocated_bytes
 
 
 class MergedBuilder(Builder):
@@ -40,7 +40,7 @@ class MergedBuilder(Builder):
         unit = self._units.get(pool)
         if unit is None:
             unit = self._units[pool] = allocated_bytes(pool, 1)
-            kind = dtype or DTYPES_OF[data][0]
+            kind = checked_dtype(pool, data, dtype)
             self._pools[pool] = Buffer(
                 id=pool, bytes=0, data=data, dtype=kind, persistent=True, **traits
             )
@@ -60,7 +60,7 @@ class MergedBuilder(Builder):
             super().slots(pool, count, size, data, dtype, **traits)
         elif count:
             self._pool_bytes[pool] += count * allocated_bytes(pool, size)
-            kind = dtype or DTYPES_OF[data][0]
+            kind = checked_dtype(pool, data, dtype)
             self._pools[pool] = Buffer(id=pool, bytes=0, data=data, dtype=kind, **traits)
 
     def keep(self, buffers: Sequence[Buffer]) -> None:

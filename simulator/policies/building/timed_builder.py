@@ -5,18 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any, Literal, Unpack
 
-from megatrain.simulator.policies.building.builder import Builder, Traits
-from megatrain.simulator.policies.building.latest_uses import LatestUses
-from megatrain.simulator.schedule import (
-    LANES,
-    BufferDtype,
-    DataClass,
-    Op,
-    OpId,
-    Schedule,
-    ScheduleError,
-    Sizes,
+from megatrain.simulator.policies.building.builder import (
+    Builder,
+    Traits,
+    checked_dtype,
+    unknown_lane,
 )
+from megatrain.simulator.policies.building.latest_uses import LatestUses
+from megatrain.simulator.schedule import LANES, BufferDtype, DataClass, Op, OpId, Schedule, Sizes
 from megatrain.simulator.schedule.schedule import IndexedSchedule
 
 _LANES = {lane: index for index, lane in enumerate(LANES)}
@@ -55,6 +51,7 @@ class TimedBuilder(Builder):
         dtype: BufferDtype | None = None,
         **traits: Unpack[Traits],
     ) -> str:
+        checked_dtype(pool, data, dtype)
         return f"{pool}:{key}"
 
     def slots(
@@ -66,16 +63,14 @@ class TimedBuilder(Builder):
         dtype: BufferDtype | None = None,
         **traits: Unpack[Traits],
     ) -> None:
+        checked_dtype(pool, data, dtype)
         self._add_free(pool, [f"{pool}:{index}" for index in range(count)])
 
     def acquire(self, pool: str) -> str:
-        free = self._free[pool]
-        if not free:
-            raise ScheduleError(f"policy {self._policy}: no slot of {pool} is free")
-        return free.popleft()
+        return self._next_free(pool)
 
     def release(self, slot: str) -> None:
-        self._queue[slot].append(slot)
+        self._free_slots_with(slot).append(slot)
 
     def op(
         self,
@@ -87,6 +82,8 @@ class TimedBuilder(Builder):
         offset: int = 0,
         **sizes: Any,
     ) -> None:
+        if lane not in _LANES:
+            raise unknown_lane(id, lane)
         micro, number, op = id.micro, _LANES[lane], len(self._lanes)
         also = op - 1 if self._serial and op and self._lanes[-1] != number else None
         self._after.append(self._append(number, reads, writes, also))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from schedule_text import from_text
 
 from megatrain.simulator import policies
+from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.schedule import (
     CODES,
     LANES,
@@ -343,7 +344,7 @@ def test_a_policy_with_a_race_is_neither_simulated_nor_executed(
     plan = make_plan("double_buffer")
     _, _, broken = next(each_dependency_removed(policies.lower(plan)))
     monkeypatch.setattr(policies, "lower", lambda _: broken)
-    with pytest.raises(ScheduleError, match="race on"):
+    with pytest.raises(UserError, match="policy double_buffer: found race on"):
         obtain(msgspec.structs.replace(plan, digest=broken.digest))
 
 
