@@ -83,7 +83,7 @@ def _refuse_shape(tensor: object, shape: tuple[int, int], where: str) -> None:
         where,
         found=found,
         allowed=f"{list(shape)} int64, as planned",
-        fix="give every micro-batch the plan's shape, or make another plan",
+        fix="pass int64 tensors of the plan's shape, or make another plan",
     )
 
 

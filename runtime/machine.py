@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import platform
@@ -48,6 +49,26 @@ def default_device() -> torch.device:
         )
     torch.cuda.set_device(number)
     return torch.device("cuda", number)
+
+
+def usable_device(device: torch.device | str) -> torch.device:
+    """Returns `device` as a torch.device.
+
+    Raises UserError unless it is the CPU or a CUDA device of this machine.
+    """
+    found: str | torch.device | None = device
+    with contextlib.suppress(RuntimeError, TypeError):
+        chosen, count = torch.device(device), torch.cuda.device_count()
+        if chosen.type == "cpu" or (chosen.type == "cuda" and (chosen.index or 0) < count):
+            return chosen
+        if chosen.type == "cuda":
+            found = f"{chosen}, but torch reports {count or 'no'} CUDA device{'s' * (count > 1)}"
+    raise UserError(
+        "device",
+        found=found,
+        allowed="cpu, or a CUDA device that torch reports",
+        fix="leave it out to train on the first CUDA device, or on the CPU if there is none",
+    )
 
 
 def grow_segments() -> None:

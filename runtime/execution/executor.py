@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
@@ -36,6 +37,7 @@ from megatrain.runtime.execution.preflight import preflight
 from megatrain.runtime.execution.step_state import StepState
 from megatrain.runtime.files.model_files import ModelState
 from megatrain.runtime.layers.functional_layers import FunctionalLayers
+from megatrain.runtime.machine import usable_device
 from megatrain.runtime.memory.allocation_guard import AllocationGuard
 from megatrain.runtime.memory.arenas import Arenas, OnAllocate
 from megatrain.runtime.memory.host_memory import HostMemory
@@ -115,7 +117,9 @@ def lane_threads(device: torch.device, gpus: int = 1) -> dict[str, int]:
 class Executor:
     """Executes the steps of a plan. All memory except activations is allocated once, at the start.
 
-    Use it as a context manager, or call `close`.
+    Use it as a context manager, or call `close`. The weights are zero until `state.load` is called.
+    One thread at a time can use it: it raises UserError if another one is still in one of its
+    methods, or if it is closed.
     """
 
     def __init__(
@@ -123,7 +127,7 @@ class Executor:
         plan: Plan,
         config: PretrainedConfig,
         settings: AdamW,
-        device: torch.device,
+        device: torch.device | str,
         *,
         schedule: Schedule | None = None,
         threads: dict[str, int] | None = None,
@@ -156,6 +160,7 @@ class Executor:
             DoesNotFit: The plan needs more memory than its limits allow or the machine has.
         """
         refuse_without_ranks(plan, ranks)
+        device = usable_device(device)
         self.plan, self.settings, self.device, self.ranks = plan, settings, device, ranks
         self.schedule = schedule or preflight(plan, settings, device, ranks=ranks)
         self._flush = flush_update(plan)
@@ -165,6 +170,9 @@ class Executor:
         self._state = StepState()
         self._deferred: tuple[float, int] | None = None
         """Learning rate and number of the step whose update is deferred, or None."""
+        self._user = threading.RLock()
+        """Held by the thread that executes a schedule."""
+        self._closed = False
         self._programs: dict[str, _Program] = {}
         """Programs other than the step's, by name."""
         self._threads = threads or lane_threads(device, plan.gpus)
@@ -241,11 +249,30 @@ class Executor:
 
     def close(self) -> None:
         """Ends the threads of the lanes and frees all memory."""
+        if self._closed:
+            return
+        with self._used():
+            self._closed = True
+            try:
+                self._lanes.close()
+                self._synchronize()
+            finally:
+                self._free()
+
+    @contextlib.contextmanager
+    def _used(self) -> Iterator[None]:
+        """Raises UserError if the executor is closed, or if another thread is using it."""
+        if self._closed or not self._user.acquire(blocking=False):
+            raise UserError(
+                "executor",
+                found="closed" if self._closed else "in use by another thread",
+                allowed="an open executor" if self._closed else "one thread at a time",
+                fix="make another executor" if self._closed else "wait until its step has ended",
+            )
         try:
-            self._lanes.close()
-            self._synchronize()
+            yield
         finally:
-            self._free()
+            self._user.release()
 
     def _free(self) -> None:
         self._host_workers.close()
@@ -300,10 +327,23 @@ class Executor:
                 by `layer`, `update` or `adagc`, layers whose own values are finite may be updated.
                 Without clipping, only losses are checked.
         """
+        if number < 1 or not 0 <= rate < math.inf:
+            raise UserError(
+                "step",
+                found=f"number {number} and rate {rate}",
+                allowed="a number >= 1, and a rate that is finite and >= 0",
+                fix="count steps from 1, and look at the learning-rate schedule",
+            )
+        with self._used():
+            return self._step_used(batches, rate, number)
+
+    def _step_used(self, batches: Sequence[Batch], rate: float, number: int) -> StepResult:
+        """Does what `step` does."""
         # a checksum of all weights needs the parts of the other ranks
         deterministic = torch.are_deterministic_algorithms_enabled() and self.ranks is None
         checksum_before = self._checksum() if deterministic and not self._flush else None
         begin = time.perf_counter()
+        self._refuse_other_than_batches(batches)
         same_shapes = all(batch.documents is None for batch in batches)
         with self._allocation_guard.step(same_shapes=same_shapes):
             self._copy_in(batches, number)
@@ -348,12 +388,14 @@ class Executor:
             OpFailed: An op failed for another reason. The text names the op.
             RankLost: Another rank has ended or does not answer.
         """
-        self.flush_update()
-        program = self._bound("evaluation", lambda: evaluation(self.plan))
-        begin = time.perf_counter()
-        labelled = self._copy_in(batches, None)
-        timeline = self._run(program)
-        return Evaluated(self._read_loss(), labelled, time.perf_counter() - begin, timeline)
+        with self._used():
+            self.flush_update()
+            program = self._bound("evaluation", lambda: evaluation(self.plan))
+            begin = time.perf_counter()
+            self._refuse_other_than_batches(batches)
+            labelled = self._copy_in(batches, None)
+            timeline = self._run(program)
+            return Evaluated(self._read_loss(), labelled, time.perf_counter() - begin, timeline)
 
     def flush_update(self) -> None:
         """Applies the update that the last step deferred, if there is one. `state`, `memory`,
@@ -361,11 +403,12 @@ class Executor:
 
         The next step computes the same bits, but the update no longer overlaps its forward pass.
         """
-        schedule = self._flush
-        if schedule is None or self._deferred is None:
-            return
-        self._state.update_at, self._deferred = self._deferred, None
-        self._run(self._bound("flush_update", lambda: schedule))
+        with self._used():
+            schedule = self._flush
+            if schedule is None or self._deferred is None:
+                return
+            self._state.update_at, self._deferred = self._deferred, None
+            self._run(self._bound("flush_update", lambda: schedule))
 
     def memory(self) -> Arenas:
         """Applies a deferred update and returns the pools. Their contents are valid until the next
@@ -403,6 +446,17 @@ class Executor:
     def _checksum(self) -> int:
         """Returns the checksum of the weights in memory, without a deferred update."""
         return checksum(self.plan, self.schedule, self._arenas)
+
+    def _refuse_other_than_batches(self, batches: object) -> None:
+        """Raises UserError unless `batches` is a sequence of `Batch`."""
+        allowed, fix = "Batch(ids, labels)", "make them with megatrain.runtime.batch.Batch"
+        if not isinstance(batches, Sequence):
+            found, allowed = f"a {type(batches).__name__}", f"a list of {allowed}"
+            raise UserError("data: micro-batches", found=found, allowed=allowed, fix=fix)
+        for micro, batch in enumerate(batches, 1):
+            if not isinstance(batch, Batch):
+                where, found = f"data: micro-batch {micro}", f"a {type(batch).__name__}"
+                raise UserError(where, found=found, allowed=allowed, fix=fix)
 
     def _copy_in(self, batches: Sequence[Batch], step: int | None) -> int:
         """Copies the micro-batches to the buffers that ops read. Returns the number of labelled

@@ -41,6 +41,7 @@ from megatrain.runtime.machine import (
     grow_segments,
     host_bytes,
     make_deterministic,
+    usable_device,
 )
 from megatrain.runtime.memory.fitting import little_memory_note, refuse_what_does_not_fit
 from megatrain.runtime.ranks import Ranks
@@ -107,6 +108,33 @@ class _Execution(NamedTuple):
     """The folder to which paths in the plan are relative."""
 
 
+def _refuse_arguments(data: object, callbacks: object) -> None:
+    """Raises UserError unless `data` can be trained on, and `callbacks` is a list of callbacks."""
+    if not (data is None or isinstance(data, Path | str) or callable(getattr(data, "step", None))):
+        raise UserError(
+            "training: data",
+            found=f"a {type(data).__name__}",
+            allowed="a path, or an object with a method step(number) that returns micro-batches",
+            fix="put the batches behind such a method",
+        )
+    if not isinstance(callbacks, Sequence):
+        raise UserError(
+            "training: callbacks",
+            found=f"a {type(callbacks).__name__}",
+            allowed="a list of callbacks",
+            fix="put it in a list",
+        )
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            is_class = isinstance(callback, type)
+            raise UserError(
+                "training: callbacks",
+                found=f"class {callback.__name__}" if is_class else f"a {type(callback).__name__}",
+                allowed="instances of subclasses of Callback",
+                fix=f"pass {callback.__name__}()" if is_class else "derive its class from Callback",
+            )
+
+
 class Trainer(TrainingRun):
     """Trains a model by executing a plan.
 
@@ -126,7 +154,7 @@ class Trainer(TrainingRun):
         callbacks: Sequence[Callback] = (),
         progress: bool = True,
         evaluation_data: EvaluationSource | None = None,
-        device: torch.device | None = None,
+        device: torch.device | str | None = None,
         ranks: Ranks | None = None,
     ) -> None:
         """Checks the plan, the config and the run folder. Nothing is allocated or written yet.
@@ -159,7 +187,7 @@ class Trainer(TrainingRun):
             config if not isinstance(data, Path | str) else with_data(config, str(data))
         )
         grow_segments()
-        self.device = device or default_device()
+        self.device = default_device() if device is None else usable_device(device)
         self.origin = origin = Path() if isinstance(plan, Plan) else Path(plan).parent
         self.source = str(
             model
@@ -171,6 +199,7 @@ class Trainer(TrainingRun):
             )
         )
         self._data, self._evaluation_data = data, evaluation_data
+        _refuse_arguments(data, callbacks)
         self.schedule = preflight(
             self.plan,
             self.config.optimizer,

@@ -351,8 +351,8 @@ def verified(plan: Plan) -> Schedule:
             "plan: digest",
             found=repr(plan.digest),
             allowed=f"{schedule.digest}, the digest of its schedule under policy {plan.policy}",
-            fix="if the plan was edited, write it again with `megatrain plan --from PLAN --out"
-            " NEW`; otherwise make a new plan",
+            fix="if the plan or its policy was edited, write it again with `megatrain plan --from"
+            " PLAN --out NEW`; otherwise make a new plan",
         )
     with _failures_named(plan.policy, "lower"), _ops_described(schedule):
         check_layers(plan, schedule)

@@ -236,7 +236,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         fused = self.model.fuses_scores(self.workload)
         return _placed(self.model, name, getattr(self.knobs.placement, name), fused)
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Path | str) -> None:
         """Writes the plan as TOML to `path`."""
         data: dict[str, Any] = msgspec.to_builtins(self)
         for field, default in (
@@ -259,15 +259,17 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             if not getattr(self.knobs, knob):
                 del data["knobs"][knob]
         write_toml(
-            path, data, "A megatrain plan. Run it with `megatrain simulate` or `megatrain train`."
+            Path(path),
+            data,
+            "A megatrain plan. Run it with `megatrain simulate` or `megatrain train`.",
         )
 
     @classmethod
-    def load(cls, path: Path) -> Plan:
+    def load(cls, path: Path | str) -> Plan:
         """Reads a plan. Raises UserError if the file is missing or malformed, has another format
         version, or has an unknown key.
         """
-        return read_toml(path, cls)
+        return read_toml(Path(path), cls)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -77,3 +77,34 @@ def test_the_first_id_the_last_id_and_ignored_labels_are_accepted(running: Any) 
     unread = labels.masked_fill(padded < 0, 256)  # the label of a padded position is not read
     found = running.executor.evaluate([Batch(ids, unread, padded), Batch(ids, labels)])
     assert found.labelled == 12 + 16
+
+
+@pytest.mark.parametrize(
+    ("batches", "message"),
+    [
+        ([Batch(GOOD, GOOD), (GOOD, GOOD)], "micro-batch 2: found a tuple; allowed: Batch"),
+        ([{"input_ids": GOOD}] * 2, "micro-batch 1: found a dict; allowed: Batch"),
+        ([GOOD, GOOD], "micro-batch 1: found a Tensor; allowed: Batch"),
+        ((batch for batch in ()), "micro-batches: found a generator; allowed: a list of Batch"),
+        (None, "micro-batches: found a NoneType; allowed: a list of Batch"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["step", "evaluate"])
+def test_something_else_than_batches_is_refused(
+    running: Any, batches: Any, message: str, verb: str
+) -> None:
+    more = {"rate": 1e-3, "number": 1} if verb == "step" else {}
+    with pytest.raises(UserError, match=rf"^data: {message}.*; fix: [^\n]*$"):
+        getattr(running.executor, verb)(batches, **more)
+
+
+@pytest.mark.parametrize(
+    ("rate", "number"), [(1e-3, 0), (1e-3, -1), (-1e-3, 1), (float("nan"), 1), (float("inf"), 1)]
+)
+def test_a_step_has_a_number_from_1_and_a_finite_rate(
+    running: Any, rate: float, number: int
+) -> None:
+    """AdamW's bias correction would divide by zero, in the next step if the update is deferred."""
+    good = Batch(GOOD, GOOD, torch.zeros_like(GOOD))
+    with pytest.raises(UserError, match=rf"^step: found number {number} and rate {rate};"):
+        running.executor.step([good, good], rate=rate, number=number)

@@ -67,7 +67,7 @@ def test_another_digest_is_refused(executable: Callable[..., Plan], digest: str)
         UserError,
         match=(
             f"plan: digest: found '{digest}'; allowed: {policies.lower(plan).digest}, .*; fix:"
-            " if the plan was edited, write it again with"
+            " if the plan or its policy was edited, write it again with"
         ),
     ):
         Executor(plan, config_of(plan.model), AdamW(), CPU)

@@ -16,6 +16,7 @@ from megatrain.runtime.checkpoint.manifest import RunState
 from megatrain.runtime.execution.checksum import checksum
 from megatrain.runtime.files.model_files import export, random_weights
 from megatrain.runtime.layers.functional_layers import config_of
+from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.schedule.plan import Plan
 
 
@@ -126,5 +127,5 @@ def test_a_closed_executor_applies_nothing(
 ) -> None:
     with session(executable("overlapped", layers=3, clipping="global")) as running:
         running.step(1)
-    with pytest.raises(KeyError):
+    with pytest.raises(UserError, match="executor: found closed"):
         running.masters()

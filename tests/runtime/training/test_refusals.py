@@ -45,6 +45,25 @@ def test_neither_a_config_nor_a_model_is_needed(place: Path) -> None:
     assert trainer.config.training == Config().training == TrainingSettings(epochs=1.0)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"data": [1, 2]}, "data: found a list; allowed: a path, or an object with a method step"),
+        ({"callbacks": Callback()}, "callbacks: found a Callback; .*; fix: put it in a list"),
+        ({"callbacks": [Callback]}, r"callbacks: found class Callback; .*; fix: pass Callback\(\)"),
+        (
+            {"callbacks": [print]},
+            "callbacks: found a builtin_function_or_method; allowed: instances",
+        ),
+    ],
+)
+def test_other_objects_than_data_and_callbacks_are_refused(
+    place: Path, arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=f"^training: {message}"):
+        Trainer(place / "plan.toml", device=torch.device("cpu"), **arguments)
+
+
 def test_a_group_that_matches_nothing_is_refused_before_a_trainer_is_made(
     place: Path, prepare: Any
 ) -> None:

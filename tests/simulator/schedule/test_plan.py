@@ -428,3 +428,9 @@ def test_a_plan_that_names_no_knob_keeps_its_meaning() -> None:
         loss_chunk=1024,
         documents=False,
     )
+
+
+def test_the_path_of_a_plan_may_be_a_string(make_plan: Callable[..., Plan], tmp_path: Path) -> None:
+    file = str(tmp_path / "plan.toml")
+    make_plan().save(file)
+    assert Plan.load(file) == make_plan()
