@@ -15,9 +15,10 @@ from pages import COMMANDS, PAGES, blocks, name, read, words
 from megatrain.experiments import readers_questions
 from megatrain.experiments.cli import main as cli
 from megatrain.experiments.cli import options
-from megatrain.simulator import ModelSpec
+from megatrain.simulator import ModelSpec, Plan
 
 README, CLI, TRAINING, ANSWERS = "README.md", "docs/cli.md", "docs/training.md", "docs/answers.md"
+REFERENCE = "docs/reference.md"
 
 
 def test_the_example_of_check_is_today_s(capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,6 +90,18 @@ def test_the_simulator_s_example_prints_a_verdict(capsys: pytest.CaptureFixture[
     assert verdict.workload == workload, "the command has another workload"
 
 
+def test_the_reference_s_example_predicts_the_time_of_its_plan(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (code,) = [block.text for block in blocks(REFERENCE) if block.language == "python"]
+    exec(compile(code, REFERENCE, "exec"), {"__name__": "readme"})
+    step, timeline = map(float, capsys.readouterr().out.split())
+    assert 0.9 * step < timeline < step
+    prediction = Plan.load(workplace / "plan.toml").prediction
+    assert prediction is not None
+    assert prediction.step_seconds == step
+
+
 def test_every_example_of_python_is_executed() -> None:
     """This test lists the pages with Python examples, because each example needs a test.
 
@@ -97,7 +110,7 @@ def test_every_example_of_python_is_executed() -> None:
     pages = [
         name(page) for page in PAGES for block in blocks(name(page)) if block.language == "python"
     ]
-    assert pages == ["docs/adding.md"] * 3 + [CLI, TRAINING]
+    assert pages == ["docs/adding.md"] * 3 + [CLI, REFERENCE, TRAINING]
 
 
 @pytest.mark.parametrize(("page", "line"), COMMANDS)
