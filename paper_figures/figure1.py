@@ -25,7 +25,10 @@ SYSTEMS = (
     "fsdp2_offload",
     "zero_offload",
 )
-PANELS = {"gh200": "GH200, 447 GiB of host memory", "h200-paper": "H200, 1.5 TB of host memory"}
+PANELS = {
+    "gh200": "GH200, 427 of 447 GiB of host memory",
+    "h200-paper": "H200, 1.5 TB of host memory",
+}
 PUBLISHED_STARS = {
     "published code 7b": "megatrain_code",
     "ours 14b, compiled": "ours",
