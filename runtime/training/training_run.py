@@ -6,6 +6,7 @@ import abc
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.schedule.timeline import Timeline, median_timeline
 
@@ -68,8 +69,15 @@ class TrainingRun(abc.ABC):
     def state(self) -> ModelState:
         """The weights and moments, with all updates so far applied.
 
-        Available only while `fit` runs.
+        Available only while `fit` runs. Raises UserError before and after.
         """
+        if not hasattr(self, "executor"):
+            raise UserError(
+                "training: state",
+                found="a training that has not begun",
+                allowed="reading it while `fit` runs",
+                fix="read it in a callback, or read the exported model afterwards",
+            )
         return self.executor.state
 
     @abc.abstractmethod

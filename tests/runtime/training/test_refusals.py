@@ -64,6 +64,15 @@ def test_other_objects_than_data_and_callbacks_are_refused(
         Trainer(place / "plan.toml", device=torch.device("cpu"), **arguments)
 
 
+def test_weights_are_read_while_fit_runs(place: Path, prepare: Any) -> None:
+    trainer = prepare(place)
+    with pytest.raises(UserError, match=r"state: found a training that has not begun; .* callback"):
+        _ = trainer.state
+    trainer.fit()
+    with pytest.raises(UserError, match="executor: found closed"):
+        trainer.state.tensors()
+
+
 def test_a_group_that_matches_nothing_is_refused_before_a_trainer_is_made(
     place: Path, prepare: Any
 ) -> None:
