@@ -46,13 +46,21 @@ class _StoredSystem(msgspec.Struct, frozen=True):
     step_seconds_median: float | None = None
 
 
+class _Arguments(msgspec.Struct, frozen=True):
+    """The arguments of the command that made a result file."""
+
+    plan: str | None = None
+    """The plan file that was executed, by its path from the repository's root."""
+
+
 class StoredBenchmark(msgspec.Struct, frozen=True):
     """The parts of a result file from which its steps are predicted again."""
 
     model: str
-    """A name in the library."""
+    """A name in the library, or the name of another model, which `arguments.plan` describes."""
     plan: _StoredPlan
     systems: tuple[_StoredSystem, ...]
+    arguments: _Arguments = _Arguments()
 
     @classmethod
     def load(cls, path: Path) -> StoredBenchmark:
@@ -62,7 +70,7 @@ class StoredBenchmark(msgspec.Struct, frozen=True):
 
 def plan_of(result: StoredBenchmark) -> Plan:
     """Returns the plan of a benchmark, without memory limits."""
-    said = result.plan
+    said, file = result.plan, _ROOT / (result.arguments.plan or "")
     return Plan(
         policy=said.policy,
         digest=said.digest,
@@ -70,7 +78,7 @@ def plan_of(result: StoredBenchmark) -> Plan:
         source="",
         device_limit_bytes=1,
         host_limit_bytes=1,
-        model=ModelSpec.load(result.model),
+        model=Plan.load(file).model if file.is_file() else ModelSpec.load(result.model),
         workload=said.workload,
         knobs=said.knobs,
     )

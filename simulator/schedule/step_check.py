@@ -7,6 +7,7 @@ weights a slot holds, which gradients were added to a buffer, and what each upda
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from megatrain.simulator.model.layer import EMBEDDING
@@ -247,8 +248,10 @@ class _Check:
         """Records a copy of weights or gradients of whole layers."""
         (source,), (target,) = op.reads, op.writes
         width = self.width(source, op)
-        first, count = int(op.offset / width), int(op.bytes / width)
-        if not count:
+        # A chunk may end within a parameter. The next chunk then has the rest of it.
+        first = int(op.offset / width)
+        count = min(math.ceil((op.offset + op.bytes) / width), self.size(op)) - first
+        if count <= 0:
             raise ScheduleError(
                 f"{op.id}: copies {op.bytes} bytes", "> 0", "pass the bytes to Builder.op"
             )

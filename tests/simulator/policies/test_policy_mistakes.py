@@ -310,6 +310,8 @@ def test_an_update_is_deferred_as_a_whole(
         {"gradients": "8bit"},
         {"optimizer": "muon"},
         {"accumulation": 4, "micro_batch_group": 2, "sum_group": 2},
+        {"chunk_bytes": 4097},  # chunks of streamed policies end within a parameter
+        {"chunk_bytes": 4098, "dtype": "fp32"},
     ],
     ids=str,
 )
