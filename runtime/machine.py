@@ -67,7 +67,7 @@ def usable_device(device: torch.device | str) -> torch.device:
         "device",
         found=found,
         allowed="cpu, or a CUDA device that torch reports",
-        fix="leave it out to train on the first CUDA device, or on the CPU if there is none",
+        fix="pass cpu, or cuda:N with the number of a device that torch reports",
     )
 
 
