@@ -41,7 +41,7 @@ from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs.contention import ContentionModel
 from megatrain.simulator.costs.elementwise import Elementwise
 from megatrain.simulator.costs.interpolation import interpolate
-from megatrain.simulator.costs.kernel_traffic import traffic_share
+from megatrain.simulator.costs.kernel_traffic import products_slowdown, traffic_share
 from megatrain.simulator.costs.protocol import FIX, EstimatedCosts
 from megatrain.simulator.hardware.cost_table import (
     COMPUTE_KINDS,
@@ -239,12 +239,16 @@ class Datasheet(EstimatedCosts):
         if key not in self._computed:
             work = op_work(self.model, kind, layer, self.workload, kept=kept, rebuilt=rebuilt)
             self._computed[key] = math.ceil(
-                self.products_of_layers_ns(work)
+                self.products_of_layers_ns(work) * self._slowdown(kind, layer)
                 + (0 if kept else self.attention_ns(kind, layer))
                 + self._moved_bytes(work, kind, layer) / self.hardware.device_gb_per_s
                 + (self._summing_ns() if kind == "embed_backward" else 0)
             )
         return self._computed[key]
+
+    def _slowdown(self, kind: str, layer: str) -> float:
+        """Returns the factor of `products_slowdown` on the time of an op's matrix products."""
+        return products_slowdown(self.model, self.workload, kind, layer)
 
     def _summing_ns(self) -> float:
         """Returns the time of summing the gradients of the embedding's tables, in ns, in addition

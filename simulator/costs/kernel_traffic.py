@@ -1,4 +1,5 @@
-"""The memory traffic of compute ops, relative to the formula of `op_work`.
+"""The memory traffic of compute ops, relative to the formula of `op_work`, and the speed of the
+matrix products of backward passes.
 
 The formula counts the bytes that eager PyTorch's elementwise kernels read and write in a dense
 layer. Their time is that of a copy of as many bytes. Three kinds of layers differ:
@@ -15,6 +16,10 @@ The shares are medians over half of 21 families on an H200, with 8,192 and 16,38
 micro-batch (experiments/results/h200-families, 2026-11-24). The other half of the families tests
 them. The shares are used for every GPU. The shares of eager dense layers are 1, because measured
 layers of Qwen2.5-7B and 14B agree with the formula within 7 % (experiments/published/h200.csv).
+
+The 21 families are cut to a few layers, so their GPU often pauses. Compiled layers of a whole model
+compute without pauses, at the power limit of the GPU. There, backward passes take longer
+(`products_slowdown`).
 """
 
 from __future__ import annotations
@@ -41,6 +46,11 @@ _COMPILED = _Shares(forward=0.29, backward=0.07, head=0.36)
 _EAGER_EXPERTS = _Shares(forward=2.94, backward=1.98, head=1.26)
 _LINEAR_ATTENTION = _Shares(forward=4.32, backward=5.95, head=1.26)
 _COMPILED_EXPERTS = _Shares(forward=1.46, backward=0.56, head=0.36)
+_BACKWARD_PRODUCTS = 1.11
+"""The time of the matrix products of a compiled backward pass without experts, relative to
+`linear_efficiency`, which describes forward passes. Fitted to one layer of 7B on an H200 that
+computed without pauses: 50.6 ms with 32 x 1,024 tokens, where 46.3 are predicted without this
+factor (experiments/results/h200-sustained-compute, 2026-11-27)."""
 
 
 def traffic_share(model: ModelSpec, workload: Workload, kind: str, layer: str) -> float:
@@ -64,3 +74,15 @@ def traffic_share(model: ModelSpec, workload: Workload, kind: str, layer: str) -
     else:
         shares = _EAGER_EXPERTS if spec.experts else _EAGER
     return shares.backward if kind == "backward" else shares.forward
+
+
+def products_slowdown(model: ModelSpec, workload: Workload, kind: str, layer: str) -> float:
+    """Returns the time of a compute op's matrix products relative to the machine's
+    `linear_efficiency`.
+
+    The arguments are those of `traffic_share`.
+    """
+    spec = model.stack.get(layer)
+    sustained = kind == "backward" and workload.compiled
+    dense = spec is not None and spec.compilable and not spec.experts
+    return _BACKWARD_PRODUCTS if sustained and dense else 1.0
