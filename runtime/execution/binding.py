@@ -86,38 +86,38 @@ class Binder(UpdateOps):
             "cpu_update": self._update,
         }
         """The method that binds each kind of op."""
-        read = {
-            base_buffer(buffer) for op in schedule.ops if op.lane == "cpu" for buffer in op.reads
-        }
-        on_device = {buffer for buffer in read if schedule.buffer[buffer].place == "device"}
-        stream = torch.cuda.Stream(arenas.device) if arenas.device.type == "cuda" else None
-        self._mirrors = state.host_scalars = (
-            {buffer: HostScalarCopy(self._floats(buffer), stream) for buffer in sorted(on_device)}
-            if stream
-            else {}
-        )
+        if arenas.device.type == "cuda":
+            stream = torch.cuda.Stream(arenas.device)
+            read = {
+                base_buffer(name) for op in schedule.ops if op.lane == "cpu" for name in op.reads
+            }
+            state.host_scalars = {
+                buffer: HostScalarCopy(self._floats(buffer), stream)
+                for buffer in sorted(read)
+                if schedule.buffer[buffer].place == "device"
+            }
 
     def bind(self, op: Op) -> Run:
         """Returns the function that does the work of `op`."""
         work = self._kinds[op.kind](op)
-        read, written = (
-            (self._mirrored(op.reads), []) if op.lane == "cpu" else ([], self._mirrored(op.writes))
-        )
+        read = self._host_copies(op.reads) if op.lane == "cpu" else []
+        written = self._host_copies(op.writes)
         if not read and not written:
             return work
 
         def run() -> None:
-            for mirror in read:
-                mirror.wait()
+            for copy in read:
+                copy.wait()
             work()
-            for mirror in written:
-                mirror.send()
+            for copy in written:
+                copy.send()
 
         return run
 
-    def _mirrored(self, buffers: Sequence[str]) -> list[HostScalarCopy]:
+    def _host_copies(self, buffers: Sequence[str]) -> list[HostScalarCopy]:
         """Returns the host copies of `buffers`, without buffers that have no copy."""
-        return [self._mirrors[buffer] for buffer in buffers if buffer in self._mirrors]
+        copies = self.state.host_scalars
+        return [copies[buffer] for buffer in buffers if buffer in copies]
 
     def _copy(self, op: Op) -> Run:
         """Copies a range of bytes from one buffer to another. With several GPUs, the source may

@@ -22,7 +22,7 @@ from megatrain.runtime.optimizer import blockwise, coded_gradients, moving_norms
 from megatrain.runtime.optimizer.settings import AdamW
 from megatrain.simulator.model.optimizer import ADAMW, MUON
 from megatrain.simulator.model.workload import BY_TENSOR
-from megatrain.simulator.schedule import Op, Schedule, base_buffer
+from megatrain.simulator.schedule import DataClass, Op, Schedule, base_buffer
 from megatrain.simulator.schedule.arithmetic import RATIO_ROW
 from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.schedule.update_layout import UpdateLayout, update_layout
@@ -79,13 +79,17 @@ class UpdateOps(BufferTensors):
         gradient of each tensor of the layer.
         """
         gradient, workers = self._elements(op.reads[0], op), self._workers(op)
+        sizes = [op.parameters]
         if self.plan.workload.clipping == "adagc":
-            tensors = self.plan.model.stack[op.layer].tensors
-            sums = self.arenas.flat(op.writes[0], torch.float32, len(tensors))
-            parts = list(gradient.split([tensor.padded for tensor in tensors]))
-            return lambda: moving_norms.sums_of_squares(parts, sums, workers)
-        total = self.arenas.flat(op.writes[0], torch.float32, 1)
-        return lambda: total.copy_(optimizer.sum_of_squares(gradient, workers))
+            sizes = [tensor.padded for tensor in self.plan.model.stack[op.layer].tensors]
+        sums = self.arenas.flat(op.writes[0], torch.float32, len(sizes))
+        pairs = list(zip(sums, gradient.split(sizes), strict=True))
+
+        def run() -> None:
+            for total, part in pairs:
+                total.copy_(optimizer.sum_of_squares(part, workers))
+
+        return run
 
     def _encode_gradients(self, op: Op) -> Run:
         """Encodes a layer's gradient in 8 bits."""
@@ -129,25 +133,23 @@ class UpdateOps(BufferTensors):
             else self._floats(buffer)
         )[:count]
 
+    def _scalars(self, op: Op, data: DataClass) -> list[torch.Tensor]:
+        """Returns the first value of each buffer of `data` that `op` reads, 0-dimensional."""
+        return [
+            self._values(op, buffer, 1)[0]
+            for buffer in op.reads
+            if self.schedule.buffer[buffer].data == data
+        ]
+
     def _clip(self, op: Op) -> Run:
         """Computes the clipping factors of the step or of a layer. If a loss is not finite, the
         factors are NaN, which stops the updates.
         """
-        scalars = {buffer: self._values(op, buffer, 1)[0] for buffer in op.reads}
-        losses = [
-            scalar
-            for buffer, scalar in scalars.items()
-            if self.schedule.buffer[buffer].data == "losses"
-        ]
+        losses, sums = self._scalars(op, "losses"), self._scalars(op, "norms")
         if op.layer and self.plan.workload.clipping == "update":
             return self._scales(op, losses)
         if op.layer and self.plan.workload.clipping == "adagc":
             return self._clip_by_moving_norms(op, losses)
-        sums = [
-            scalar
-            for buffer, scalar in scalars.items()
-            if self.schedule.buffer[buffer].data == "norms"
-        ]
         result = self.arenas.flat(op.writes[0], torch.float32, 2)
 
         def run() -> None:

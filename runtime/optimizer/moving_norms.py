@@ -23,17 +23,8 @@ from __future__ import annotations
 
 import torch
 
-from megatrain.runtime.optimizer.adamw import ALONE, Workers, rounded_sqrt, sum_of_squares
+from megatrain.runtime.optimizer.adamw import rounded_sqrt
 from megatrain.runtime.optimizer.settings import AdamW
-
-
-def sums_of_squares(
-    gradients: list[torch.Tensor], total: torch.Tensor, workers: Workers = ALONE
-) -> None:
-    """Writes the `adamw.sum_of_squares` of each of `gradients` ([n] bf16 or fp32) to `total`
-    [tensors] fp32.
-    """
-    total.copy_(torch.stack([sum_of_squares(gradient, workers) for gradient in gradients]))
 
 
 def clip(

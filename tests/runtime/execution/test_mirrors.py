@@ -50,7 +50,7 @@ def test_without_a_gpu_nothing_is_sent_and_no_op_wrapped(
 ) -> None:
     with session(executable(policy, **changes)) as running:
         binder = running.executor._binder
-        assert binder._mirrors == {}
+        assert binder.state.host_scalars == {}
         for op in running.executor.schedule.ops:
             monkeypatch.setitem(binder._kinds, op.kind, lambda op: op.id)
             assert binder.bind(op) == op.id
@@ -96,7 +96,7 @@ def test_on_a_gpu_each_writer_sends_and_each_reader_on_the_host_waits(
             executor._state,
         )
         place = {buffer: own.flat(buffer, torch.float32, 1).data_ptr() for buffer in sent}
-        assert binder._mirrors.keys() == sent.keys()
+        assert binder.state.host_scalars.keys() == sent.keys()
         assert len(set(streams)) == bool(sent), "the copies must share one stream"
         readers = 0
         for op in executor.schedule.ops:
@@ -105,7 +105,7 @@ def test_on_a_gpu_each_writer_sends_and_each_reader_on_the_host_waits(
                 for buffer in read:
                     assert (
                         binder._values(op, buffer, 1).data_ptr()
-                        == binder._mirrors[buffer].landed.data_ptr()
+                        == binder.state.host_scalars[buffer].landed.data_ptr()
                     ), "the op reads the device's value instead of its copy"
             monkeypatch.setitem(
                 binder._kinds, op.kind, lambda op: functools.partial(events.append, op.id)

@@ -91,7 +91,7 @@ def test_after_a_step_the_host_has_the_device_s_values(
         schedule=policies.lower(plan),
     ) as executor:
         executor.state.load(random_weights(0))
-        mirrors = executor._binder._mirrors
+        mirrors = executor._binder.state.host_scalars
         assert mirrors
         for number in (1, 2):
             executor.step([Batch(*torch.randint(1000, (2, 4, 128)))], rate=1e-3, number=number)
