@@ -6,6 +6,10 @@ torchrun starts one process, a rank, for each GPU of the plan. A plan for one GP
 torchrun. Rank 0 prints a line of JSON for each step. At the end it prints a line with the peak
 memory of each rank, and a line with a digest of the fp32 masters of the whole model, which is the
 same for any number of GPUs. Without CUDA, the ranks run on the CPU.
+
+With `--system zero3` or `--system fsdp2`, DeepSpeed or FSDP2 runs the micro-batches of the plan on
+the same number of GPUs. torchrun gives each rank one thread. These systems update on the CPU, so
+set OMP_NUM_THREADS to the number of cores divided by the number of ranks.
 """
 
 from __future__ import annotations
@@ -14,9 +18,13 @@ import hashlib
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import torch
+import torch.distributed as dist
 
+from megatrain.experiments.benchmarks.child import BASELINES, OWN, baseline
 from megatrain.experiments.cli import file_arguments, options
 from megatrain.experiments.cli.program import run_program
 from megatrain.runtime.batch import Batch
@@ -26,8 +34,8 @@ from megatrain.runtime.layers.functional_layers import config_of
 from megatrain.runtime.machine import default_device, grow_segments
 from megatrain.runtime.memory.process_memory import host_peak_bytes
 from megatrain.runtime.optimizer.settings import AdamW
-from megatrain.runtime.ranks import Ranks, joined
-from megatrain.simulator.base.errors import RunError
+from megatrain.runtime.ranks import Ranks, check_started, joined
+from megatrain.simulator.base.errors import RunError, UserError
 from megatrain.simulator.schedule.arithmetic import own_micro_batches
 from megatrain.simulator.schedule.plan import Plan
 
@@ -99,6 +107,39 @@ def run(
                 _print_digest(plan, executor, ranks)
 
 
+def run_baseline(system: str, plan: Plan, steps: int) -> None:
+    """Runs the steps in a baseline, `zero3` or `fsdp2`, from random weights. Rank 0 prints what
+    `run` prints, without a digest.
+
+    Raises:
+        UserError: The number of ranks is not the plan's, or the baseline cannot run here.
+    """
+    check_started(plan)
+    device = default_device()
+    module, obstacle = baseline(system, device)
+    if obstacle:
+        raise UserError(f"--system {system}", found=obstacle, allowed="ours", fix="use ours")
+    work = msgspec.structs.replace(
+        plan.workload, accumulation=plan.workload.accumulation // plan.gpus, sum_group=1
+    )
+    step, notes = module.prepare(msgspec.structs.replace(plan, gpus=1, workload=work), device)
+    rank = dist.get_rank()
+    if rank == 0:
+        print(json.dumps({"system": system, "notes": notes}), flush=True)
+    for number in range(1, steps + 1):
+        reading = step(plan.gpus * number + rank, work)
+        if rank == 0:
+            print(json.dumps({"step": number, **msgspec.to_builtins(reading)}), flush=True)
+    device_peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    peaks: list[Any] = [None] * plan.gpus
+    dist.all_gather_object(peaks, (device_peak, host_peak_bytes()))
+    if rank == 0:
+        device_peaks, host_peaks = zip(*peaks, strict=True)
+        found = {"device_peak_bytes": device_peaks, "host_peak_bytes": host_peaks}
+        print(json.dumps(found), flush=True)
+    dist.destroy_process_group()
+
+
 def _print_digest(plan: Plan, executor: Executor, ranks: Ranks | None) -> None:
     """Prints the digest of the fp32 masters on rank 0, which receives the parts of other ranks."""
     if ranks is not None and ranks.rank != 0:
@@ -135,6 +176,12 @@ def parser() -> options.OneLineParser:
         help="do not print the digest of the weights, which takes minutes for a large model",
     )
     parser.add_argument(
+        "--system",
+        choices=(OWN[0], *BASELINES),
+        default=OWN[0],
+        help="what runs the steps (default ours)",
+    )
+    parser.add_argument(
         "--timeline",
         type=Path,
         metavar="FILE",
@@ -150,6 +197,9 @@ def main(arguments: list[str] | None = None) -> int:
         args = parser().parse_args(arguments)
         if args.timeline:
             file_arguments.check_writable(args.timeline)
+        if args.system in BASELINES:
+            run_baseline(args.system, Plan.load(args.plan), args.steps)
+            return 0
         settings = AdamW(max_norm=0.05, weight_decay=0.1)
         try:
             run(

@@ -400,6 +400,22 @@ def started_ranks() -> int:
     return torchrun_variable("WORLD_SIZE", default=1, least=1)
 
 
+def check_started(plan: Plan) -> None:
+    """Raises UserError if the number of ranks that torchrun started is not the number of GPUs of
+    `plan`.
+    """
+    started = started_ranks()
+    if started != plan.gpus:
+        raise UserError(
+            "ranks",
+            found=f"{started} (WORLD_SIZE)" if "WORLD_SIZE" in os.environ else started,
+            allowed=f"{plan.gpus}, the GPUs of the plan",
+            fix=f"start the command with `{_START.format(count=plan.gpus)}`"
+            if plan.gpus > 1
+            else "start the command without torchrun, and unset WORLD_SIZE",
+        )
+
+
 def identity(plan: Plan, *more: object) -> str:
     """Returns a digest of `more` and of the fields of `plan` that decide what a step computes."""
     blank = msgspec.structs.replace(plan, hardware="", source="", prediction=None)
@@ -427,16 +443,7 @@ def joined(
         UserError: The number of ranks is not the plan's number of GPUs, the ranks do not connect
             within `timeout_s`, or `plan` or `more` differs between ranks.
     """
-    started = started_ranks()
-    if started != plan.gpus:
-        raise UserError(
-            "ranks",
-            found=f"{started} (WORLD_SIZE)" if "WORLD_SIZE" in os.environ else started,
-            allowed=f"{plan.gpus}, the GPUs of the plan",
-            fix=f"start the command with `{_START.format(count=plan.gpus)}`"
-            if plan.gpus > 1
-            else "start the command without torchrun, and unset WORLD_SIZE",
-        )
+    check_started(plan)
     if plan.gpus == 1:
         yield None
         return

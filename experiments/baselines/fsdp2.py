@@ -27,7 +27,7 @@ from megatrain.experiments.benchmarks.steps import (
     Parts,
     Reading,
     WorkStep,
-    alone_in_group,
+    in_group,
     random_tokens,
 )
 from megatrain.runtime.layers.functional_layers import config_of
@@ -55,7 +55,7 @@ def build(plan: Plan, device: torch.device) -> torch.nn.Module:
     model.train()
     dtype, cuda = TORCH_DTYPE[plan.workload.dtype], device.type == "cuda"
     options: dict[str, Any] = {
-        "mesh": init_device_mesh(device.type, (1,)),
+        "mesh": init_device_mesh(device.type, (dist.get_world_size(),)),
         "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype),
         "offload_policy": CPUOffloadPolicy(pin_memory=True) if cuda else OffloadPolicy(),
     }
@@ -80,7 +80,7 @@ def prepare(plan: Plan, device: torch.device) -> tuple[WorkStep, str]:
     """Returns a step on random tokens from random weights, and notes on the system. A step can have
     another batch and sequence than `plan`.
     """
-    alone_in_group()
+    in_group()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")

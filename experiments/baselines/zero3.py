@@ -16,7 +16,7 @@ from megatrain.experiments.benchmarks.steps import (
     Parts,
     Reading,
     WorkStep,
-    alone_in_group,
+    in_group,
     random_tokens,
 )
 from megatrain.runtime.layers.functional_layers import config_of
@@ -68,7 +68,7 @@ def prepare(plan: Plan, device: torch.device) -> tuple[WorkStep, str]:
     """Returns a step on random tokens from random weights, and notes on the system. A step can have
     another batch and sequence than `plan`.
     """
-    alone_in_group()
+    in_group()
     import deepspeed
     from transformers import AutoModelForCausalLM
     from transformers.integrations import HfDeepSpeedConfig

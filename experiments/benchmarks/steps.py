@@ -116,10 +116,12 @@ class Parts:
             torch.cuda.synchronize(self._device)
 
 
-def alone_in_group() -> None:
+def in_group() -> None:
     """Sets the environment variables of `torch.distributed` for a group of one process, with a free
-    port.
+    port. Does nothing in a process that torchrun started.
     """
+    if "WORLD_SIZE" in os.environ:
+        return
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -411,11 +411,7 @@ class Binder(UpdateOps):
                     # collectives need contiguous memory, which only whole parts have
                     own = gradient if len(pieces) == 1 else room[-1].copy_(gradient[:, piece])
                     ranks.exchange(target_rows, own)
-                first = not adding
-                for rank in range(gpus):
-                    for rows in received:
-                        optimizer.accumulate(total[piece], rows[rank], first=first)
-                        first = False
+                optimizer.sum_parts(total[piece], received.transpose(0, 1), first=not adding)
 
         return run
 

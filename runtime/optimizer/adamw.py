@@ -367,6 +367,21 @@ def accumulate(
     on_device(total.device, workers or ALONE)(work, len(total), _ROW)
 
 
+def sum_parts(total: torch.Tensor, parts: torch.Tensor, *, first: bool) -> None:
+    """Adds the rows of `parts` [a, b, n] to `total` [n], in the order of their indices. With
+    `first`, the first row is copied to `total` instead, and the others are added.
+
+    `total` and `parts` are as `total` and `gradient` of `accumulate`. Each row of `parts` is
+    contiguous. The result has the bits of `accumulate` for one row after the other.
+    """
+    fused = kernels(total.device) if total.dtype == torch.float32 else None
+    if fused is not None and parts.dtype in (torch.bfloat16, torch.float32):
+        fused.sum_parts(total, parts, first=first)
+        return
+    for number, part in enumerate(part for rows in parts for part in rows):
+        accumulate(total, part, first=first and number == 0)
+
+
 def sum_of_squares(gradient: torch.Tensor, workers: Workers = ALONE) -> torch.Tensor:
     """Returns the sum of squares of `gradient` [n], as a 0-dimensional fp32 tensor.
 

@@ -384,10 +384,9 @@ class Datasheet(EstimatedCosts):
 
     def _exchange_ns(self, op: Op) -> int:
         """Returns the time of a collective in ns: of receiving the bytes and, for gradients, of
-        adding them. To add n parts, each part is read once. The fp32 sum is written n times and
-        read n - 1 times. With N GPUs, n is N, or 2 N with tied embeddings. If the parts are
-        exchanged in pieces, each piece has the latency of the link, and the pieces that are sent
-        are copied first.
+        adding them. One kernel reads each part once and writes the fp32 sum. It also reads the sum
+        if the op adds to it. If the parts are exchanged in pieces, each piece has the latency of
+        the link, and the pieces that are sent are copied first.
         """
         peer = self.hardware.peer_gb_per_s or min(
             self.hardware.h2d_gb_per_s, self.hardware.d2h_gb_per_s
@@ -397,7 +396,8 @@ class Datasheet(EstimatedCosts):
             width = 4 if self.workload.sum_group > 1 else DTYPE_BYTES[self.workload.dtype]
             part, sources = width * op.parameters, exchanged(op)
             parts = sources + op.bytes // part
-            added = parts * part + (2 * parts - 1) * 4 * op.parameters
+            adding = any(name in op.reads for name in op.writes)
+            added = parts * part + (1 + adding) * 4 * op.parameters
             times = sources * pieces(op)
             added += 2 * parts * part if pieces(op) > 1 else 0
         return math.ceil(

@@ -13,7 +13,7 @@ from megatrain.simulator.hardware.cost_table import Workspace
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.schedule import Op, Schedule, Sizes
-from megatrain.simulator.schedule.operands import pieces
+from megatrain.simulator.schedule.operands import exchange_kernels
 
 FIX = "run `megatrain calibrate` for this model and workload"
 
@@ -118,7 +118,7 @@ class ContendedCosts(abc.ABC):
             self.duration_ns(op),
             op.kind,
             high_priority=op.high_priority,
-            kernels=pieces(op),
+            kernels=exchange_kernels(op),
         )
 
     def rates(self, busy: tuple[Demand, ...]) -> tuple[int, ...]:

@@ -191,6 +191,17 @@ def pieces(op: Op) -> int:
     return -(-op.parameters // op.elements) if op.kind == "exchange_gradients" else 1
 
 
+def exchange_kernels(op: Op) -> int:
+    """Returns how many kernels a collective launches, one after the other. For each piece of a
+    gradient, these are an all-to-all for each gradient of the layer, and one sum of all parts. If
+    there are several pieces, each is copied before it is sent. `gather_weights` has one kernel.
+    """
+    if op.kind != "exchange_gradients":
+        return 1
+    number = pieces(op)
+    return number * (exchanged(op) * (2 if number > 1 else 1) + 1)
+
+
 def exchange_room(op: Op, width: float) -> int:
     """Returns the bytes of workspace that `exchange_gradients` needs. `width` is the bytes of an
     element of the gradient that it sends.

@@ -78,6 +78,9 @@ class Kernels(Protocol):
     def accumulate(self, total: torch.Tensor, gradient: torch.Tensor, *, first: bool) -> None:
         """Copies `gradient` [n] bf16 or fp32 to `total` [n] fp32 if `first`, otherwise adds it."""
 
+    def sum_parts(self, total: torch.Tensor, parts: torch.Tensor, *, first: bool) -> None:
+        """Does the work of `adamw.sum_parts` if `total` is fp32."""
+
 
 def kernels(device: torch.device) -> Kernels | None:
     """Returns the kernels for tensors on `device`, or None if there are none."""

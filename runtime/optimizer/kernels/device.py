@@ -19,6 +19,7 @@ _BLOCK = 1024  # elements per program: eight per thread, which are 16 bytes of e
 _RECORDS = 32  # records of 32 parameters per program
 _ROW = 4096  # elements per row of a sum of squares, as in `adamw.py`
 _RATIO_ROWS = 16  # rows of 64 elements per program
+_SUM_BLOCK = 2048  # elements per program of a sum of parts
 _WARPS = 4
 _ROW_WARPS = 1  # one warp per row of a sum: no exchange between warps
 
@@ -421,6 +422,56 @@ def _row_sums(gradient, sums, count, SQUARE: tl.constexpr):
 
 
 @triton.jit
+def _sum_parts_block(
+    total,
+    parts,
+    offsets,
+    left,
+    outer_stride,
+    inner_stride,
+    OUTER: tl.constexpr,
+    INNER: tl.constexpr,
+    FIRST: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """Adds one block of all parts in order. The block starts at `total` and `parts`."""
+    if FIRST:
+        values = _fp32(_load(parts, offsets, left, WHOLE))
+    else:
+        values = _load(total, offsets, left, WHOLE) + _fp32(_load(parts, offsets, left, WHOLE))
+    for number in tl.static_range(1, OUTER * INNER):
+        part = parts + (number // INNER) * outer_stride + (number % INNER) * inner_stride
+        values += _fp32(_load(part, offsets, left, WHOLE))
+    _store(total, offsets, values, left, WHOLE)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _sum_parts(
+    total,
+    parts,
+    count,
+    outer_stride,
+    inner_stride,
+    OUTER: tl.constexpr,
+    INNER: tl.constexpr,
+    FIRST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Adds OUTER x INNER parts of `count` elements to `total`, in the order of their indices."""
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    offsets, left = tl.arange(0, BLOCK), count - start
+    outer, inner = outer_stride.to(tl.int64), inner_stride.to(tl.int64)
+    if left >= BLOCK:
+        _sum_parts_block(
+            total + start, parts + start, offsets, left, outer, inner, OUTER, INNER, FIRST, True
+        )
+    else:
+        _sum_parts_block(
+            total + start, parts + start, offsets, left, outer, inner, OUTER, INNER, FIRST, False
+        )
+
+
+@triton.jit
 def _halved_rows(values, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """Returns the halves of each row of `values` [ROWS, WIDTH] added: [ROWS, WIDTH / 2]."""
     return tl.sum(tl.reshape(values, (ROWS, 2, WIDTH // 2)), axis=1)
@@ -572,6 +623,23 @@ class DeviceKernels:
             total.copy_(gradient)
         else:
             total.add_(gradient)
+
+    def sum_parts(self, total: torch.Tensor, parts: torch.Tensor, *, first: bool) -> None:
+        # One kernel instead of one for each part: beside compute, each kernel waits for a matrix
+        # product (experiments/results/h200-x4).
+        count = total.numel()
+        _sum_parts[(triton.cdiv(count, _SUM_BLOCK),)](
+            total,
+            _bits(parts),
+            count,
+            *parts.stride()[:2],
+            OUTER=parts.shape[0],
+            INNER=parts.shape[1],
+            FIRST=first,
+            BLOCK=_SUM_BLOCK,
+            num_warps=_WARPS,
+            enable_fp_fusion=False,
+        )
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

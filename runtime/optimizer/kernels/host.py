@@ -186,6 +186,10 @@ class HostKernels:
             int(first),
         )
 
+    def sum_parts(self, total: torch.Tensor, parts: torch.Tensor, *, first: bool) -> None:
+        for number, part in enumerate(part for rows in parts for part in rows):
+            self.accumulate(total, part, first=first and number == 0)
+
 
 def _address(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()

@@ -359,6 +359,27 @@ def test_the_fused_update_gives_pytorch_s_bits(
             assert same_bits(ours, theirs)
 
 
+@pytest.mark.parametrize("count", [1, 2048, 1_000_003])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("first", [False, True])
+def test_the_fused_sum_of_parts_gives_pytorch_s_bits(
+    triton_kernels: Kernels,
+    monkeypatch: pytest.MonkeyPatch,
+    count: int,
+    dtype: torch.dtype,
+    first: bool,
+) -> None:
+    torch.manual_seed(count)
+    parts = any_floats(2 * 4 * count).to(dtype).view(2, 4, count).transpose(0, 1)
+    before, results = any_floats(count), []
+    for chosen in (triton_kernels, None):
+        total = before.clone()
+        monkeypatch.setattr(optimizer, "kernels", lambda _, chosen=chosen: chosen)
+        optimizer.sum_parts(total, parts, first=first)
+        results.append(total)
+    assert same_bits(*results)
+
+
 @pytest.mark.parametrize("count", [1, 4095, 4096, 1_000_003, 4096 * 5000])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_fused_sum_of_squares_gives_pytorch_s_bits(

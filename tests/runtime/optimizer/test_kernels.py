@@ -31,6 +31,7 @@ from megatrain.runtime.optimizer.adamw import (
     join,
     ratio_sums,
     sum_of_squares,
+    sum_parts,
     update,
     update_scales,
 )
@@ -292,6 +293,34 @@ def test_sums_of_gradients_have_pytorch_s_bits(
                 accumulate(total[offset:], gradient[offset:], first=first, workers=workers)
             results.append(bits(total))
         assert results[0] == results[1]
+
+
+@settings(max_examples=20)
+@given(
+    st.integers(1, 5000),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(0, 999),
+    DTYPES,
+    st.booleans(),
+)
+def test_parts_of_a_sum_are_added_one_after_the_other(
+    fused: Kernels, count: int, ranks: int, sources: int, seed: int, dtype: torch.dtype, first: bool
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    room = any_floats(generator, sources * ranks * count, wild=True).to(dtype)
+    # as binding.py has them: all sources of a rank before those of the next rank
+    parts = room.view(sources, ranks, count).transpose(0, 1)
+    before = any_floats(generator, count, wild=True)
+    expected, results = before.clone(), []
+    for number, part in enumerate(part for rows in parts for part in rows):
+        expected = part.float() if first and number == 0 else expected + part.float()
+    for chosen in (fused, None):
+        total = before.clone()
+        with using(chosen):
+            sum_parts(total, parts, first=first)
+        results.append(bits(total))
+    assert results == [bits(expected)] * 2
 
 
 def test_tensors_that_a_kernel_does_not_take_go_through_pytorch() -> None:
