@@ -440,7 +440,9 @@ def _sum_parts_block(
     else:
         values = _load(total, offsets, left, WHOLE) + _fp32(_load(parts, offsets, left, WHOLE))
     for number in tl.static_range(1, OUTER * INNER):
-        part = parts + (number // INNER) * outer_stride + (number % INNER) * inner_stride
+        # Triton passes a stride of 1 as a constant, and small strides as 32 bits.
+        outer, inner = tl.full((), number // INNER, tl.int64), tl.full((), number % INNER, tl.int64)
+        part = parts + outer * outer_stride + inner * inner_stride
         values += _fp32(_load(part, offsets, left, WHOLE))
     _store(total, offsets, values, left, WHOLE)
 
@@ -460,14 +462,14 @@ def _sum_parts(
     """Adds OUTER x INNER parts of `count` elements to `total`, in the order of their indices."""
     start = tl.program_id(0).to(tl.int64) * BLOCK
     offsets, left = tl.arange(0, BLOCK), count - start
-    outer, inner = outer_stride.to(tl.int64), inner_stride.to(tl.int64)
+    total, parts = total + start, parts + start
     if left >= BLOCK:
         _sum_parts_block(
-            total + start, parts + start, offsets, left, outer, inner, OUTER, INNER, FIRST, True
+            total, parts, offsets, left, outer_stride, inner_stride, OUTER, INNER, FIRST, True
         )
     else:
         _sum_parts_block(
-            total + start, parts + start, offsets, left, outer, inner, OUTER, INNER, FIRST, False
+            total, parts, offsets, left, outer_stride, inner_stride, OUTER, INNER, FIRST, False
         )
 
 
