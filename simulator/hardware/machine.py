@@ -99,8 +99,9 @@ class HardwareSpec(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True)
     watts: float | None = None
     """Board power of the GPU, or of the whole package of a unified machine, in watts."""
     library_bytes: int = 0
-    """GPU memory that libraries for matrix products keep, in bytes. A measured workspace includes
-    it."""
+    """GPU memory that libraries for matrix products keep, in bytes, and what PyTorch's allocator
+    gives a tensor beyond its size: it does not split a block if less than 1 MiB would be left. A
+    measured workspace includes both."""
     collective_bytes: int = 0
     """GPU memory that NCCL keeps on each of two GPUs, in bytes."""
     collective_peer_bytes: int = 0

@@ -16,6 +16,7 @@ from small_model import SMALL
 
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import Calibrated, Datasheet, cost_model
+from megatrain.simulator.costs.kernel_traffic import products_slowdown
 from megatrain.simulator.hardware.cost_table import CostTable, Workspace
 from megatrain.simulator.hardware.machine import HardwareSpec, library
 from megatrain.simulator.memory.formulas import (
@@ -113,7 +114,10 @@ def test_products_and_casts_are_what_changes_in_the_time_of_a_layer(kind: str) -
     casts = {False: 5 * (source + elements), True: 7 * (source + elements) + 12 * target}
     assert fp8.moved_bytes - plain.moved_bytes == casts[kind == "backward"]
     assert fp8.unfused_bytes - plain.unfused_bytes == casts[kind == "backward"]
-    saved = fp8.linear_flops * (1 - 1 / H200.fp8_speed()) / (989e3 * H200.linear_efficiency)
+    slower = products_slowdown(SMALL, work, kind, "0")
+    saved = (
+        slower * fp8.linear_flops * (1 - 1 / H200.fp8_speed()) / (989e3 * H200.linear_efficiency)
+    )
     added = casts[kind == "backward"] / H200.device_gb_per_s
     before, after = (
         Datasheet(H200, SMALL, each).duration_ns(op_of(kind, each)) for each in (bf16, work)

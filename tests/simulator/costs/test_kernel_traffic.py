@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from megatrain.runtime.layers.functional_layers import FunctionalLayers, config_of
 from megatrain.simulator.costs.datasheet import Datasheet
-from megatrain.simulator.costs.kernel_traffic import traffic_share
+from megatrain.simulator.costs.kernel_traffic import products_slowdown, traffic_share
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.attention_masks import added_mask_bytes, mask_bytes
 from megatrain.simulator.model.families import FAMILIES
@@ -61,10 +61,24 @@ def test_bytes_that_are_counted_for_compiled_layers_have_no_share() -> None:
     assert work.unfused_bytes == work.moved_bytes - plain.moved_bytes + weights > weights
     share = traffic_share(model, fp8, "backward", "0")
     moved = share * (plain.moved_bytes - weights) + work.unfused_bytes
-    expected = sheet.products_of_layers_ns(work) + sheet.attention_ns("backward", "0")
+    products = sheet.products_of_layers_ns(work) * products_slowdown(model, fp8, "backward", "0")
+    expected = products + sheet.attention_ns("backward", "0")
     assert sheet._compute_ns("backward", "0") == pytest.approx(
         expected + moved / H200.device_gb_per_s, abs=1
     )
+
+
+def test_products_of_compiled_backward_passes_without_experts_take_longer() -> None:
+    dense, sparse = ModelSpec.load("qwen2.5-7b"), ModelSpec.load("qwen3-30b-a3b")
+    assert products_slowdown(dense, COMPILED, "backward", "0") > 1
+    for model, work, kind, layer in (
+        (dense, COMPILED, "forward", "0"),
+        (dense, COMPILED, "recompute", "0"),
+        (dense, WORK, "backward", "0"),
+        (sparse, COMPILED, "backward", "0"),
+        (dense, COMPILED, "head", "h"),
+    ):
+        assert products_slowdown(model, work, kind, layer) == 1
 
 
 def test_a_recompute_without_the_mlp_moves_a_positive_number_of_bytes() -> None:

@@ -29,6 +29,7 @@ from megatrain.simulator.planner.lower_bound import LowerBound
 from megatrain.simulator.planner.search import assess
 from megatrain.simulator.schedule import Schedule, ScheduleError, base_buffer
 from megatrain.simulator.schedule.arithmetic import NORM_ROW, STATE, micro_batch_of, part_elements
+from megatrain.simulator.schedule.operands import exchange_kernels
 from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
 from megatrain.simulator.verdict.verdict import _shares, summarize
 
@@ -440,12 +441,16 @@ def test_collectives_cost_what_arrives_and_the_sums(make_plan: Make) -> None:
     part = part_elements(plan, "1")
     arrives = 3 * 2 * part / 310
     assert costs.duration_ns(gather) == pytest.approx(9000 + arrives, abs=1)
-    sums = (4 * 2 * part + 7 * 4 * part) / H200.device_gb_per_s
+    sums = (4 * 2 * part + 4 * part) / H200.device_gb_per_s
     assert costs.duration_ns(exchange) == pytest.approx(9000 + arrives + sums, abs=1)
     pieces = msgspec.structs.replace(exchange, elements=part // 2)
     copied = 2 * 4 * 2 * part / H200.device_gb_per_s
     expected = 2 * 9000 + arrives + sums + copied
     assert costs.duration_ns(pieces) == pytest.approx(expected, abs=1)
+    adding = msgspec.structs.replace(exchange, reads=(*exchange.reads, exchange.writes[0]))
+    read = 4 * part / H200.device_gb_per_s
+    assert costs.duration_ns(adding) == pytest.approx(9000 + arrives + sums + read, abs=1)
+    assert [exchange_kernels(op) for op in (gather, exchange, pieces)] == [1, 2, 6]
     slow = msgspec.structs.replace(H200, peer_gb_per_s=None)
     over_host = cost_model(slow, plan.model, plan.workload)
     assert over_host.duration_ns(gather) == pytest.approx(9000 + 3 * 2 * part / 55.3, abs=1)
