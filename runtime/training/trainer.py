@@ -9,10 +9,11 @@ For example:
 from __future__ import annotations
 
 import contextlib
+import difflib
 import math
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -133,6 +134,21 @@ def _refuse_arguments(data: object, callbacks: object) -> None:
                 allowed="instances of subclasses of Callback",
                 fix=f"pass {callback.__name__}()" if is_class else "derive its class from Callback",
             )
+        for name in dir(callback):
+            if name.startswith("on_") and not hasattr(Callback, name):
+                raise _unknown_method(type(callback).__name__, name)
+
+
+def _unknown_method(owner: str, name: str) -> UserError:
+    """Returns the error of a callback's method that the trainer would never call."""
+    known = [each for each in vars(Callback) if each.startswith("on_")]
+    near = difflib.get_close_matches(name, known, n=1)
+    return UserError(
+        f"training: callback {owner}",
+        found=f"a method {name}, which is never called",
+        allowed=", ".join(known),
+        fix=f"rename it to {near[0]}" if near else "give it a name that does not begin with on_",
+    )
 
 
 class Trainer(TrainingRun):
@@ -590,15 +606,28 @@ class Trainer(TrainingRun):
                 break
             step = self._step(data, number)
             loss = step.loss
-            self._notify("on_step", self, step)
+            owed = held_out is not None and (
+                number == steps or (every[0] > 0 and number % every[0] == 0)
+            )
+            done = RunState(
+                step=number,
+                loss=None if held_out else loss,
+                settings=self._settings,
+                progress={"evaluation_owed": owed},
+            )
+            with self._saving_if_a_callback_fails(done):
+                self._notify("on_step", self, step)
             self._stopped = self._led(self._stopped)
             self.finished = number == steps or bool(self._stopped)
             evaluate, save = (
                 self.finished or (interval > 0 and number % interval == 0) for interval in every
             )
-            result = (
-                self._evaluate(held_out, number, interruption) if evaluate and held_out else None
-            )
+            with self._saving_if_a_callback_fails(done):
+                result = (
+                    self._evaluate(held_out, number, interruption)
+                    if evaluate and held_out
+                    else None
+                )
             evaluation = result or evaluation
             by_clock = self._led(clock > 0 and time.monotonic() - saved_at >= 60 * clock)
             stopping = self._interrupted(interruption)
@@ -607,11 +636,8 @@ class Trainer(TrainingRun):
             if due or switch:
                 best_by = result.loss if result else None if held_out else loss
                 pending = bool(evaluate and held_out and not result)
-                run = RunState(
-                    step=number,
-                    loss=best_by,
-                    settings=self._settings,
-                    progress={"evaluation_owed": pending},
+                run = msgspec.structs.replace(
+                    done, loss=best_by, progress={"evaluation_owed": pending}
                 )
                 saved = bool(due) and self._save(run)
                 if switch:
@@ -784,6 +810,22 @@ class Trainer(TrainingRun):
             return None
         self._notify("on_evaluation", self, evaluation)
         return evaluation
+
+    @contextlib.contextmanager
+    def _saving_if_a_callback_fails(self, run: RunState) -> Iterator[None]:
+        """Writes the checkpoint `run` if a callback fails in the block, so that no step is lost.
+
+        With several ranks it does not, because the other ranks do not write their parts.
+        """
+        try:
+            yield
+        except CallbackError:
+            if self._checkpoints is not None and self._ranks is None:
+                with contextlib.suppress(CheckpointError):  # the callback's error is reported
+                    self._checkpoints.save(self.executor, run)
+                    self.saved_step = run.step
+                    self.note(f"a callback failed; a checkpoint of step {run.step} was written")
+            raise
 
     def _save(self, run: RunState) -> bool:
         """Saves a checkpoint, then calls `on_save` of the callbacks. Returns whether it was saved.

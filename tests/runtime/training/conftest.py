@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -48,6 +48,7 @@ def prepare() -> Prepare:
         *,
         callbacks: Sequence[Callback] = (),
         progress: bool = False,
+        resume: Literal["newest", "scratch"] | int | None = None,
         **fields: Any,
     ) -> Trainer:
         """Makes a trainer. `fields` are config fields, as on the command line."""
@@ -68,6 +69,7 @@ def prepare() -> Prepare:
             out=path,
             callbacks=callbacks,
             progress=progress,
+            resume=resume,
             device=torch.device("cpu"),
         )
 

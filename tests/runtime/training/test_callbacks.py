@@ -23,7 +23,7 @@ from megatrain.runtime.training.callback import Callback, CallbackError, Evaluat
 from megatrain.runtime.training.config import Config, TrainingSettings
 from megatrain.runtime.training.learning_rate import LearningRate
 from megatrain.runtime.training.trainer import Trainer
-from megatrain.simulator.base.errors import RunError
+from megatrain.simulator.base.errors import RunError, UserError
 from megatrain.simulator.schedule.plan import Plan
 
 CPU = torch.device("cpu")
@@ -403,6 +403,59 @@ def test_a_callback_that_fails_is_named_and_memory_is_released(
     assert event == "on_load" or isinstance(recorder.events[-1][1], CallbackError), (
         "the other callbacks must get the end of the run"
     )
+
+
+@pytest.mark.parametrize(("event", "fails_at"), [("on_step", 3), ("on_evaluation", 5)])
+def test_a_callback_that_fails_loses_no_step(
+    place: Path, prepare: Any, event: str, fails_at: int
+) -> None:
+    """A checkpoint of the last step is written, also without a regular one, and the resumed run
+    gives the model of a run that never failed.
+    """
+
+    class Broken(Callback):
+        pass
+
+    def fail(_: object, trainer: Trainer, result: Any) -> None:
+        if result.number == fails_at:
+            raise ZeroDivisionError("oh")
+
+    setattr(Broken, event, fail)
+    (place / "held-out.txt").write_text(TEXT[:300])
+    fields = {"evaluation_data": str(place / "held-out.txt"), "steps": 5}
+    prepare(place, "straight", **fields).fit()
+    trainer = prepare(place, "broken", callbacks=[Broken()], **fields)
+    with pytest.raises(CallbackError):
+        trainer.fit()
+    assert trainer.saved_step == fails_at
+    recorder = Recorder()
+    prepare(place, "broken", callbacks=[recorder], resume="newest", **fields).fit()
+    assert ("evaluation", 5) in recorder.events
+    models = [
+        (place / name / "model" / "model.safetensors").read_bytes()
+        for name in ("straight", "broken")
+    ]
+    assert models[0] == models[1]
+
+
+def test_a_method_that_is_never_called_is_refused(place: Path, prepare: Any) -> None:
+    class Misspelt(Callback):
+        def on_steps(self) -> None: ...
+
+    class Foreign(Callback):
+        def on_quit_of_the_window(self) -> None: ...
+
+    expected = (
+        "training: callback Misspelt: found a method on_steps, which is never called; allowed:"
+        " on_note, on_allocate, on_load, on_start, on_step, on_switch, on_evaluation, on_save,"
+        " on_end; fix: rename it to on_step"
+    )
+    with pytest.raises(UserError) as refused:
+        prepare(place, callbacks=[Misspelt()])
+    assert str(refused.value) == expected
+    with pytest.raises(UserError, match="fix: give it a name that does not begin with on_$"):
+        prepare(place, callbacks=[Foreign()])
+    assert not (place / "run").exists()
 
 
 def test_callbacks_get_the_progress_of_allocation(place: Path, prepare: Any) -> None:
