@@ -416,7 +416,7 @@ def test_a_callback_that_fails_loses_no_step(
     class Broken(Callback):
         pass
 
-    def fail(_: object, trainer: Trainer, result: Any) -> None:
+    def fail(_: object, __: object, result: Any) -> None:
         if result.number == fails_at:
             raise ZeroDivisionError("oh")
 
@@ -453,7 +453,7 @@ def test_a_method_that_is_never_called_is_refused(place: Path, prepare: Any) -> 
     with pytest.raises(UserError) as refused:
         prepare(place, callbacks=[Misspelt()])
     assert str(refused.value) == expected
-    with pytest.raises(UserError, match="fix: give it a name that does not begin with on_$"):
+    with pytest.raises(UserError, match=r"fix: give it a name that does not begin with on_$"):
         prepare(place, callbacks=[Foreign()])
     assert not (place / "run").exists()
 
