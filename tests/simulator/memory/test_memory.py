@@ -16,6 +16,7 @@ from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.memory.account import account, peak_workspace_bytes, usage
 from megatrain.simulator.memory.formulas import activations_estimate, workspace_estimate
 from megatrain.simulator.model.attention_masks import added_mask_bytes, mask_bytes, repeated_bytes
+from megatrain.simulator.model.families.part import Compiled
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.assessment import plan_account
@@ -341,3 +342,8 @@ def test_masks_are_counted_where_attention_is_not_only_causal(
         "without a fused kernel, each type of attention has a mask in both forms, and there is one"
         " more of the larger form"
     )
+
+
+def test_a_part_without_numbers_for_compiled_layers_adds_nothing() -> None:
+    nothing = Compiled()
+    assert nothing.plus(nothing) == nothing
