@@ -7,10 +7,12 @@ layer. Their time is that of a copy of as many bytes. Three kinds of layers diff
 * Compiled kernels are fused, so they move fewer bytes.
 * Routing to experts sorts, gathers and scatters tokens, and multiplies matrices of few tokens each.
   This takes longer than a copy of the same bytes.
-* Linear attention in transformers' PyTorch code loops over chunks of a sequence, which also takes
-  longer. Its shares are those of one model, Qwen3-Next, whose layers also have experts. Other
-  linear attention, state-space mixers, and layers of both with a dense MLP use the same shares, but
-  were not measured. With kernels of other packages, linear attention is faster.
+* Linear attention in transformers' PyTorch code also takes longer. Its shares are those of one
+  model, Qwen3-Next, whose layers also have experts. They leave out the first forward of a step,
+  which took 21 to 31 ms longer than the next ones, and what the loop over chunks moves, which
+  `Part.loop` counts. Other linear attention, state-space mixers, and layers of both with a dense
+  MLP use the same shares, but were not measured. With kernels of other packages, linear attention
+  is faster.
 
 The shares are medians over half of 21 families on an H200, with 8,192 and 16,384 tokens a
 micro-batch (experiments/results/h200-families, 2026-11-24). The other half of the families tests
@@ -44,7 +46,7 @@ class _Shares(NamedTuple):
 _EAGER = _Shares(forward=1.0, backward=1.0, head=1.26)
 _COMPILED = _Shares(forward=0.29, backward=0.07, head=0.36)
 _EAGER_EXPERTS = _Shares(forward=2.94, backward=1.98, head=1.26)
-_LINEAR_ATTENTION = _Shares(forward=4.32, backward=5.95, head=1.26)
+_LINEAR_ATTENTION = _Shares(forward=3.12, backward=3.15, head=1.26)
 _COMPILED_EXPERTS = _Shares(forward=1.46, backward=0.56, head=0.36)
 _BACKWARD_PRODUCTS = 1.11
 """The time of the matrix products of a compiled backward pass without experts, relative to

@@ -31,8 +31,8 @@ class Work(NamedTuple):
     unfused_bytes: int = 0
     """The part of `moved_bytes` that compiled and eager layers have in common, and to which
     `traffic_share` does not apply: casts to fp8, weights and their gradients once more for each
-    piece of tokens, and the sum of the head's gradients over several loss chunks. In a compiled
-    layer, also all weights and their gradients."""
+    piece of tokens, the sum of the head's gradients over several loss chunks, and loops over chunks
+    of a row (`Part.loop`). In a compiled layer, also all weights and their gradients."""
 
     @property
     def flops(self) -> int:
@@ -281,6 +281,9 @@ def op_work(
     else:
         weights -= width * last
     unfused = _fp8_bytes(model, kind, layer, workload) + more_weights
+    if kind == "backward" and part.loop[0]:
+        chunk, moved = part.loop
+        unfused += tokens * moved * -(-workload.sequence // chunk)
     if rebuilt:
         unfused += _rebuilding_bytes(model, kind, layer, workload)
     if workload.compiled and model.stack[layer].compilable:

@@ -300,6 +300,11 @@ def gated_delta(c: ModelConfig, _kind: Kind, *, separate: bool = False) -> Parts
     Let C be the tokens of a chunk, k the key size and v the value size. The FLOPs per token and
     value head are the sum of k k' and q k' (2 C k each), the triangular systems (C (k + v)), and
     the scan's products with the state (3 x 2 k v) and inside the chunk (2 C v).
+
+    transformers' scan is a loop that reads one chunk of five fp32 tensors at a time: queries, keys,
+    decayed keys, values, and the products inside chunks. For each chunk, autograd fills a gradient
+    of each whole tensor with zeros, and adds it: 16 bytes an element. It also copies the gradient
+    of the whole output: 8 bytes.
     """
     hidden, kernel = c.hidden, c.size("linear_conv_kernel_dim")
     key_heads, value_heads = c.size("linear_num_key_heads"), c.size("linear_num_value_heads")
@@ -336,6 +341,7 @@ def gated_delta(c: ModelConfig, _kind: Kind, *, separate: bool = False) -> Parts
             + 2 * value_heads * key * value // chunk,
         ),
         late=(Kept(2 * (keys + values), 8 * wide + 2 * values),),
+        loop=(chunk, 16 * (3 * wide + values + chunk * value_heads) + 8 * values),
         attention=f"delta{key_heads}x{key}:{value_heads}x{value}",
     )
     gate = Part(

@@ -216,6 +216,9 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     """Elements that elementwise kernels read and write in the forward pass."""
     backward: Traffic = Traffic()
     """Elements that elementwise kernels read and write in the backward pass."""
+    loop: tuple[int, int] = (0, 0)
+    """For linear attention that is computed in a loop over chunks of a row: the tokens of a chunk,
+    and the bytes per token of the row that the backward pass of each chunk moves."""
     kept: Kept = Kept()
     """Elements that autograd saves."""
     attended: Kept = Kept()
@@ -359,6 +362,7 @@ def merge_parts(parts: tuple[Part, ...]) -> Part:
         state=sum(part.state for part in parts),
         forward=functools.reduce(Traffic.plus, [part.forward for part in parts]),
         backward=functools.reduce(Traffic.plus, [part.backward for part in parts]),
+        loop=max(part.loop for part in parts),
         kept=functools.reduce(Kept.plus, [part.kept for part in parts]),
         attended=functools.reduce(Kept.plus, [part.attended for part in parts]),
         scores=functools.reduce(Scores.plus, [part.scores for part in parts]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -18,8 +19,10 @@ from decoder_layers import (
 )
 from family_sample import SAMPLE
 from tiny_families import OWN, SMALL, config_of
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
+from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 from megatrain.runtime.layers import gemma3n, grouped_experts
 from megatrain.simulator.model.families import FAMILIES
@@ -463,6 +466,51 @@ def test_linear_flops_are_those_counted_by_torch(family: str) -> None:
         assert op_work(spec, "forward", layer.name, workload).linear_flops == products, (
             layer.signature
         )
+
+
+class _MovedElements(TorchDispatchMode):
+    """Counts the elements of the tensors that each PyTorch function returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.of[str(function)] += result.numel()
+        return result
+
+
+def test_the_loop_of_linear_attention_moves_the_bytes_that_autograd_moves() -> None:
+    """For each chunk, autograd fills whole gradients with zeros (4 bytes an element), adds them (12
+    bytes), and copies the gradient of the output (8 bytes).
+    """
+    config, tokens = config_of("qwen3_next"), 2048
+    spec = ModelSpec.from_config(config.to_dict(), "config.json")
+    layer = next(each.name for each in spec.decoders if each.attention == "linear_attention")
+    chunk, moved = spec.computed_part(layer, Workload(batch=1, sequence=tokens)).loop
+    heads = config.linear_num_value_heads
+    sizes = (config.linear_key_head_dim, config.linear_key_head_dim, config.linear_value_head_dim)
+    query, key, value = (torch.randn(1, tokens, heads, size, requires_grad=True) for size in sizes)
+    decay, beta = (torch.rand(1, tokens, heads, requires_grad=True) for _ in range(2))
+    output, _ = torch_chunk_gated_delta_rule(query, key, value, -decay, beta, chunk_size=chunk)
+    with _MovedElements() as counted:
+        output.sum().backward()
+    of = counted.of
+    count = (
+        4 * of["aten.select_backward.default"]
+        + 12 * of["aten.add.Tensor"]
+        + 8 * of["aten.copy_.default"]
+    )
+    assert count / (tokens * tokens // chunk) == pytest.approx(moved, rel=0.05)
+    works = [
+        op_work(spec, "backward", layer, Workload(batch=2048 // length, sequence=length))
+        for length in (2048, 64)
+    ]
+    assert works[0].unfused_bytes - works[1].unfused_bytes == tokens * moved * (2048 // 64 - 1)
 
 
 @pytest.mark.parametrize(
