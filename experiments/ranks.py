@@ -14,6 +14,7 @@ set OMP_NUM_THREADS to the number of cores divided by the number of ranks.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import sys
@@ -108,17 +109,31 @@ def run(
 
 
 def run_baseline(system: str, plan: Plan, steps: int) -> None:
-    """Runs the steps in a baseline, `zero3` or `fsdp2`, from random weights. Rank 0 prints what
-    `run` prints, without a digest.
+    """Runs the steps in a baseline, `zero3` or `fsdp2`, from random weights.
+
+    Rank 0 prints a line of JSON with the system's version and settings, a line for each step with
+    its seconds, mean loss, gradient norm and parts, and a line with the peak memory of each rank.
 
     Raises:
         UserError: The number of ranks is not the plan's, or the baseline cannot run here.
+        RunError: The baseline failed. The message has the first line of its error.
     """
     check_started(plan)
     device = default_device()
     module, obstacle = baseline(system, device)
     if obstacle:
         raise UserError(f"--system {system}", found=obstacle, allowed="ours", fix="use ours")
+    try:
+        _run_baseline(module, system, plan, steps, device)
+    except (UserError, RunError):
+        raise
+    except Exception as error:  # of a library: out of memory, a collective, a model it refuses
+        first_line = (str(error).splitlines() or [""])[0]
+        raise RunError(f"--system {system}: {type(error).__name__}: {first_line}") from error
+
+
+def _run_baseline(module: Any, system: str, plan: Plan, steps: int, device: torch.device) -> None:
+    """Does the work of `run_baseline`. `module` is the module of the baseline."""
     work = msgspec.structs.replace(
         plan.workload, accumulation=plan.workload.accumulation // plan.gpus, sum_group=1
     )
@@ -128,16 +143,24 @@ def run_baseline(system: str, plan: Plan, steps: int) -> None:
         print(json.dumps({"system": system, "notes": notes}), flush=True)
     for number in range(1, steps + 1):
         reading = step(plan.gpus * number + rank, work)
+        losses = _of_all_ranks(reading.loss, plan.gpus)
         if rank == 0:
-            print(json.dumps({"step": number, **msgspec.to_builtins(reading)}), flush=True)
+            row = msgspec.to_builtins(reading) | {"loss": sum(losses) / plan.gpus}
+            print(json.dumps({"step": number, **row}), flush=True)
     device_peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-    peaks: list[Any] = [None] * plan.gpus
-    dist.all_gather_object(peaks, (device_peak, host_peak_bytes()))
+    peaks = _of_all_ranks((device_peak, host_peak_bytes()), plan.gpus)
     if rank == 0:
         device_peaks, host_peaks = zip(*peaks, strict=True)
         found = {"device_peak_bytes": device_peaks, "host_peak_bytes": host_peaks}
         print(json.dumps(found), flush=True)
     dist.destroy_process_group()
+
+
+def _of_all_ranks(value: object, count: int) -> list[Any]:
+    """Returns `value` of every rank, in the order of the `count` ranks."""
+    values: list[Any] = [None] * count
+    dist.all_gather_object(values, value)
+    return values
 
 
 def _print_digest(plan: Plan, executor: Executor, ranks: Ranks | None) -> None:
@@ -190,6 +213,20 @@ def parser() -> options.OneLineParser:
     return parser
 
 
+def _refuse_options_of_ours(args: argparse.Namespace) -> None:
+    """Raises UserError if an option is given that a baseline does not have."""
+    usual = parser().parse_args([str(args.plan)])
+    for name in ("rate", "timeout", "no_digest", "timeline"):
+        if getattr(args, name) != getattr(usual, name):
+            option = "--" + name.replace("_", "-")
+            raise UserError(
+                option,
+                found=f"--system {args.system}",
+                allowed=f"--system {OWN[0]}",
+                fix=f"leave {option} out",
+            )
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Runs the steps and returns the exit status of `run_program`."""
 
@@ -198,6 +235,7 @@ def main(arguments: list[str] | None = None) -> int:
         if args.timeline:
             file_arguments.check_writable(args.timeline)
         if args.system in BASELINES:
+            _refuse_options_of_ours(args)
             run_baseline(args.system, Plan.load(args.plan), args.steps)
             return 0
         settings = AdamW(max_norm=0.05, weight_decay=0.1)

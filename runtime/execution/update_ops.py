@@ -83,11 +83,11 @@ class UpdateOps(BufferTensors):
         if self.plan.workload.clipping == "adagc":
             sizes = [tensor.padded for tensor in self.plan.model.stack[op.layer].tensors]
         sums = self.arenas.flat(op.writes[0], torch.float32, len(sizes))
-        pairs = list(zip(sums, gradient.split(sizes), strict=True))
+        parts = gradient.split(sizes)
 
         def run() -> None:
-            for total, part in pairs:
-                total.copy_(optimizer.sum_of_squares(part, workers))
+            # One kernel for all tensors, because each kernel waits beside compute.
+            torch.stack([optimizer.sum_of_squares(part, workers) for part in parts], out=sums)
 
         return run
 

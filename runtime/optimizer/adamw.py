@@ -371,11 +371,11 @@ def sum_parts(total: torch.Tensor, parts: torch.Tensor, *, first: bool) -> None:
     """Adds the rows of `parts` [a, b, n] to `total` [n], in the order of their indices. With
     `first`, the first row is copied to `total` instead, and the others are added.
 
-    `total` and `parts` are as `total` and `gradient` of `accumulate`. Each row of `parts` is
-    contiguous. The result has the bits of `accumulate` for one row after the other.
+    `total` and `parts` are as `total` and `gradient` of `accumulate`. The result has the bits of
+    `accumulate` for one row after the other.
     """
-    fused = kernels(total.device) if total.dtype == torch.float32 else None
-    if fused is not None and parts.dtype in (torch.bfloat16, torch.float32):
+    fused = kernels_for(ALONE, (total, torch.float32), (parts[0, 0], None))
+    if fused is not None:
         fused.sum_parts(total, parts, first=first)
         return
     for number, part in enumerate(part for rows in parts for part in rows):

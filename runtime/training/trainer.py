@@ -13,7 +13,7 @@ import difflib
 import math
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -134,9 +134,11 @@ def _refuse_arguments(data: object, callbacks: object) -> None:
                 allowed="instances of subclasses of Callback",
                 fix=f"pass {callback.__name__}()" if is_class else "derive its class from Callback",
             )
-        for name in dir(callback):
-            if name.startswith("on_") and not hasattr(Callback, name):
-                raise _unknown_method(type(callback).__name__, name)
+        for owner in type(callback).__mro__:
+            if issubclass(owner, Callback):  # other base classes may have other callers
+                for name, value in vars(owner).items():
+                    if name.startswith("on_") and callable(value) and not hasattr(Callback, name):
+                        raise _unknown_method(owner.__name__, name)
 
 
 def _unknown_method(owner: str, name: str) -> UserError:
@@ -600,6 +602,8 @@ class Trainer(TrainingRun):
         number, loss, evaluation = self.first_step - 1, None, None
         if self._evaluation_pending and held_out is not None:
             evaluation = self._evaluate(held_out, number, interruption)
+            if evaluation is not None:
+                self._notify("on_evaluation", self, evaluation)
         stopping = False
         for number in range(self.first_step, steps + 1):
             if stopping or self._interrupted(interruption):
@@ -615,19 +619,20 @@ class Trainer(TrainingRun):
                 settings=self._settings,
                 progress={"evaluation_owed": owed},
             )
-            with self._saving_if_a_callback_fails(done):
-                self._notify("on_step", self, step)
+            self._notify_after("on_step", step, done)
             self._stopped = self._led(self._stopped)
             self.finished = number == steps or bool(self._stopped)
             evaluate, save = (
                 self.finished or (interval > 0 and number % interval == 0) for interval in every
             )
-            with self._saving_if_a_callback_fails(done):
-                result = (
-                    self._evaluate(held_out, number, interruption)
-                    if evaluate and held_out
-                    else None
+            result = (
+                self._evaluate(held_out, number, interruption) if evaluate and held_out else None
+            )
+            if result is not None:
+                done = msgspec.structs.replace(
+                    done, loss=result.loss, progress={"evaluation_owed": False}
                 )
+                self._notify_after("on_evaluation", result, done)
             evaluation = result or evaluation
             by_clock = self._led(clock > 0 and time.monotonic() - saved_at >= 60 * clock)
             stopping = self._interrupted(interruption)
@@ -794,11 +799,11 @@ class Trainer(TrainingRun):
     def _evaluate(
         self, held_out: EvaluationSource, number: int, interruption: Interruption
     ) -> EvaluationResult | None:
-        """Evaluates the weights after step `number` on `held_out`, and notifies the callbacks.
+        """Evaluates the weights after step `number` on `held_out`.
 
         Returns None if a signal interrupted the evaluation.
         """
-        evaluation = evaluate(
+        return evaluate(
             self.executor,
             held_out.batches(),
             accumulation=self.plan.workload.accumulation,
@@ -806,25 +811,26 @@ class Trainer(TrainingRun):
             over_steps=self.config.evaluation.over_steps,
             stop=lambda: self._interrupted(interruption),
         )
-        if evaluation is None:
-            return None
-        self._notify("on_evaluation", self, evaluation)
-        return evaluation
 
-    @contextlib.contextmanager
-    def _saving_if_a_callback_fails(self, run: RunState) -> Iterator[None]:
-        """Writes the checkpoint `run` if a callback fails in the block, so that no step is lost.
+    def _notify_after(self, event: str, result: Step | EvaluationResult, run: RunState) -> None:
+        """Calls the method `event` of every callback with `result`. If one fails, writes the
+        checkpoint `run`, so that no step is lost.
 
-        With several ranks it does not, because the other ranks do not write their parts.
+        With several ranks no checkpoint is written, because the other ranks do not write their
+        parts.
         """
         try:
-            yield
-        except CallbackError:
+            self._notify(event, self, result)
+        except (UserError, RunError):
             if self._checkpoints is not None and self._ranks is None:
-                with contextlib.suppress(CheckpointError):  # the callback's error is reported
+                try:
                     self._checkpoints.save(self.executor, run)
                     self.saved_step = run.step
-                    self.note(f"a callback failed; a checkpoint of step {run.step} was written")
+                    said = f"a callback failed; a checkpoint of step {run.step} was written"
+                except CheckpointError as error:
+                    said = f"a callback failed, and then no checkpoint could be written: {error}"
+                with contextlib.suppress(UserError, RunError):  # the first error is reported
+                    self.note(said)
             raise
 
     def _save(self, run: RunState) -> bool:

@@ -35,19 +35,21 @@ PARTS = 1_000_000
 """Full speed, in millionths. A rate is between 1 and this."""
 _OTHER = {"h2d": "d2h", "d2h": "h2d"}
 _WEIGHT_PARTS = 1000
-_SHARE = {"norm": 1.0, "sum_rows": 1.0, "clip": 1.0, "update": 0.7, "exchange_gradients": 0.55}
-_USUAL = 0.4
+_SHARE = {"norm": 1.0, "sum_rows": 1.0, "clip": 1.0, "update": 0.7, "exchange_gradients": 0.5}
 """Kind of op -> the time that a kernel of it waits beside compute, divided by the time of the
-longest matrix product of the layer, and the same of other kinds. Fitted to steps of 7B to 123B:
-norms waited 32, 39 and 6 ms beside products of 31, 21 and 6 ms, clipping factors 31 and 23 ms
-(experiments/results/h100-x4-large-models), updates of 7B and 14B 4.3 to 6 ms beside products of 6.3
-and 6.6 ms, and the kernels of an exchange 2.8 to 6 ms (experiments/results/h200-x4). An update that
-follows another one at once hardly waits, and one that begins alone waits twice as long."""
+longest matrix product of the layer. Fitted to steps of 7B to 123B. Norms waited 32, 39 and 6 ms
+beside products of 31, 21 and 6 ms, and clipping factors 31 and 23 ms
+(experiments/results/h100-x4-large-models). Updates of 7B and 14B waited 4.3 to 6 ms beside products
+of 6.3 and 6.6 ms, and each kernel of an exchange 2.8 to 3.3 ms (experiments/results/h200-x4). An
+update that follows another one at once hardly waits, and one that begins alone waits twice as long.
+"""
+_USUAL = 0.4
+"""The same for other kinds of ops."""
 _HELD = 80_000
 """The speed that compute loses to a collective, in millionths. A kernel of a collective keeps some
-multiprocessors from its launch until it has the data of all ranks. Fitted to the four H100 of the
-same results: backward passes of 32B lose 6.5 % while gradients are exchanged, recomputes 11 %, and
-forward passes of 7B lose 5 % while weights are gathered."""
+multiprocessors from its launch until it has the data of all ranks. Fitted to four H100
+(experiments/results/h100-x4-large-models): backward passes of 32B lose 6.5 % while gradients are
+exchanged, recomputes 11 %, and forward passes of 7B lose 5 % while weights are gathered."""
 
 
 class Demand(NamedTuple):

@@ -4,7 +4,8 @@
   a unified machine, 0.
 * Compute ops, with sequences of S tokens:
 
-      linear FLOPs / (peak x linear efficiency)
+      linear FLOPs / (peak x linear efficiency), times 1.11 in compiled backward passes without
+      experts (`products_slowdown`)
       (those in fp8 divided by the machine's `fp8_speed`)
       + attention FLOPs / (peak x attention efficiency x S / (S + half tokens))
       + traffic share x moved bytes / device rate

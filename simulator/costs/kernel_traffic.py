@@ -52,7 +52,8 @@ _BACKWARD_PRODUCTS = 1.11
 """The time of the matrix products of a compiled backward pass without experts, relative to
 `linear_efficiency`, which describes forward passes. Fitted to one layer of 7B on an H200 that
 computed without pauses: 50.6 ms with 32 x 1,024 tokens, where 46.3 are predicted without this
-factor (experiments/results/h200-sustained-compute, 2026-11-27)."""
+factor (experiments/results/h200-sustained-compute, 2026-11-27). It is used for every GPU. Whole
+steps on H100s agree with it within 7 % (docs/accuracy.md)."""
 
 
 def traffic_share(model: ModelSpec, workload: Workload, kind: str, layer: str) -> float:

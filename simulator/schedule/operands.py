@@ -192,9 +192,9 @@ def pieces(op: Op) -> int:
 
 
 def exchange_kernels(op: Op) -> int:
-    """Returns how many kernels a collective launches, one after the other. For each piece of a
-    gradient, these are an all-to-all for each gradient of the layer, and one sum of all parts. If
-    there are several pieces, each is copied before it is sent. `gather_weights` has one kernel.
+    """Returns how many kernels an exchange of gradients launches, one after the other, and 1 for
+    other ops. For each piece, these are an all-to-all for each gradient of the layer, and one sum
+    of all parts. If there are several pieces, each is copied before it is sent.
     """
     if op.kind != "exchange_gradients":
         return 1

@@ -48,7 +48,7 @@ _SHARED = (
 """Kinds of ops whose work is divided equally among the GPUs."""
 _SHARED_NOTE = (
     "from the schedule of `megatrain plan --gpus`: each owns 1/N of the state; links limited by"
-    " DRAM; measured steps of two and four GPUs took 2 to 8 % longer"
+    " DRAM; measured steps of two and four GPUs took up to 9 % longer"
 )
 
 

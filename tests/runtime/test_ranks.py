@@ -6,6 +6,7 @@ Ranks have the bits of one GPU. Other tests are of refusals, and of killed or st
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -25,6 +26,7 @@ from reference_step import Reference
 from started_ranks import Driver
 from whole_models import model_of
 
+from megatrain.experiments.baselines import fsdp2
 from megatrain.experiments.ranks import batches_of, main
 from megatrain.runtime import machine, ranks
 from megatrain.runtime.execution.executor import Executor
@@ -153,6 +155,63 @@ def test_ranks_give_the_bits_of_one_gpu(
     assert results(driver.printed(0)) == alone
     assert len({row["masters"] for row in alone if "masters" in row}) == len(names)
     assert "step" not in driver.printed(1), "one rank reports"
+
+
+def test_ranks_run_a_baseline_on_the_micro_batches_of_a_plan(
+    driver: Driver, saved_plan: Callable[..., str]
+) -> None:
+    """Each rank has its micro-batches. Rank 0 prints the mean loss of all ranks."""
+    plan = saved_plan("baseline", gpus=2, accumulation=4, vocabulary=64)
+    options = [plan, "--system", "fsdp2", "--steps", "2"]
+    driver.start([[options]] * 2)
+    assert driver.wait() == [0, 0], driver.printed(0)
+    rows = [json.loads(row) for row in driver.printed(0).splitlines() if row.startswith("{")]
+    assert rows[0]["system"] == "fsdp2"
+    steps = [row for row in rows if "step" in row]
+    assert [row["step"] for row in steps] == [1, 2]
+    for row in steps:
+        assert row["loss"] == pytest.approx(math.log(64), rel=0.2), "of random weights"
+        assert 0 < row["seconds"] == pytest.approx(sum(row["parts"].values()))
+    assert len(rows[-1]["host_peak_bytes"]) == 2
+    assert "step" not in driver.printed(1), "one rank reports"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "options", "message"),
+    [
+        (1, ["zero3"], "--system zero3: found "),
+        (2, ["fsdp2"], "ranks: found 1; allowed: 2, the GPUs of the plan;"),
+        (1, ["fsdp2", "--no-digest"], "--no-digest: found --system fsdp2; allowed: --system ours;"),
+        (1, ["fsdp2", "--rate", "1"], "--rate: found --system fsdp2; allowed: --system ours;"),
+    ],
+)
+def test_a_baseline_that_cannot_run_is_one_line(
+    saved_plan: Callable[..., str],
+    capsys: pytest.CaptureFixture[str],
+    gpus: int,
+    options: list[str],
+    message: str,
+) -> None:
+    assert main([saved_plan("plan", gpus=gpus, accumulation=gpus), "--system", *options]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"megatrain: {message}")
+    assert captured.err.count("\n") == 1
+    assert not captured.out
+
+
+def test_an_error_of_a_baseline_is_one_line(
+    saved_plan: Callable[..., str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("CUDA error: out of memory\nand advice")
+
+    monkeypatch.setattr(fsdp2, "prepare", fail)
+    assert main([saved_plan("plan"), "--system", "fsdp2"]) == 1
+    assert capsys.readouterr().err == (
+        "megatrain: --system fsdp2: RuntimeError: CUDA error: out of memory\n"
+    )
 
 
 def test_ranks_have_the_allocator_of_a_training_run(

@@ -79,7 +79,9 @@ class Kernels(Protocol):
         """Copies `gradient` [n] bf16 or fp32 to `total` [n] fp32 if `first`, otherwise adds it."""
 
     def sum_parts(self, total: torch.Tensor, parts: torch.Tensor, *, first: bool) -> None:
-        """Does the work of `adamw.sum_parts` if `total` is fp32."""
+        """Does the work of `adamw.sum_parts` if `total` is fp32 and each row of `parts` is
+        contiguous. `parts` as a whole need not be.
+        """
 
 
 def kernels(device: torch.device) -> Kernels | None:

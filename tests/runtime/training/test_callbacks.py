@@ -11,6 +11,7 @@ import math
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -405,37 +406,94 @@ def test_a_callback_that_fails_is_named_and_memory_is_released(
     )
 
 
-@pytest.mark.parametrize(("event", "fails_at"), [("on_step", 3), ("on_evaluation", 5)])
+class Failing(Callback):
+    """Raises `error` in its method `event` at the step `at`."""
+
+    def __init__(self, event: str, at: int, error: Exception) -> None:
+        self._at, self._error = at, error
+        setattr(self, event, self._fail)
+
+    def _fail(self, _trainer: Trainer, result: Step | EvaluationResult) -> None:
+        if result.number == self._at:
+            raise self._error
+
+
+@pytest.mark.parametrize(
+    ("event", "at", "error"),
+    [
+        ("on_step", 3, ZeroDivisionError("oh")),
+        ("on_step", 4, RunError("the tracker does not answer")),
+        ("on_evaluation", 2, ZeroDivisionError("oh")),
+        ("on_evaluation", 5, UserError("tracker", found="no key", allowed="a key", fix="log in")),
+    ],
+)
 def test_a_callback_that_fails_loses_no_step(
-    place: Path, prepare: Any, event: str, fails_at: int
+    place: Path, prepare: Any, event: str, at: int, error: Exception
 ) -> None:
-    """A checkpoint of the last step is written, also without a regular one, and the resumed run
-    gives the model of a run that never failed.
+    """A checkpoint of the last step is written, also without a regular one. The resumed run gives
+    the model of a run that never failed, and each evaluation once.
     """
-
-    class Broken(Callback):
-        pass
-
-    def fail(_: object, __: object, result: Any) -> None:
-        if result.number == fails_at:
-            raise ZeroDivisionError("oh")
-
-    setattr(Broken, event, fail)
     (place / "held-out.txt").write_text(TEXT[:300])
-    fields = {"evaluation_data": str(place / "held-out.txt"), "steps": 5}
+    fields = {
+        "evaluation_data": str(place / "held-out.txt"),
+        "evaluation.every_steps": 2,
+        "steps": 5,
+    }
     prepare(place, "straight", **fields).fit()
-    trainer = prepare(place, "broken", callbacks=[Broken()], **fields)
-    with pytest.raises(CallbackError):
+    trainer = prepare(place, "broken", callbacks=[Failing(event, at, error)], **fields)
+    with pytest.raises((CallbackError, RunError, UserError)):
         trainer.fit()
-    assert trainer.saved_step == fails_at
-    recorder = Recorder()
-    prepare(place, "broken", callbacks=[recorder], resume="newest", **fields).fit()
-    assert ("evaluation", 5) in recorder.events
-    models = [
-        (place / name / "model" / "model.safetensors").read_bytes()
-        for name in ("straight", "broken")
-    ]
+    assert trainer.saved_step == at
+    prepare(place, "broken", resume="newest", **fields).fit()
+    models, evaluations = (
+        [make(place / name) for name in ("straight", "broken")]
+        for make in (
+            lambda run: (run / "model" / "model.safetensors").read_bytes(),
+            lambda run: [
+                (row["step"], row["evaluation_loss"])
+                for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+                if "evaluation_loss" in row
+            ],
+        )
+    )
     assert models[0] == models[1]
+    assert evaluations[0] == evaluations[1]
+    assert [step for step, _ in evaluations[0]] == [2, 4, 5]
+
+
+def test_the_error_of_a_callback_is_reported_even_if_the_note_about_it_fails(
+    place: Path, prepare: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Silent(Failing):
+        def on_note(self, text: str) -> None:
+            if text.startswith("a callback failed"):
+                raise KeyError(text)
+
+    def full(*_: object) -> None:
+        raise checkpoint.CheckpointError("no space left")
+
+    broken = Silent("on_step", 2, ZeroDivisionError("oh"))
+    with pytest.raises(CallbackError, match=r"ZeroDivisionError: oh$"):
+        prepare(place, "note", callbacks=[broken]).fit()
+    recorder, notes = Recorder(), []
+    recorder.on_note = notes.append  # type: ignore[method-assign]
+    trainer = prepare(place, "full", callbacks=[recorder, broken])
+    monkeypatch.setattr(trainer._checkpoints, "save", full)
+    with pytest.raises(CallbackError, match=r"ZeroDivisionError: oh$"):
+        trainer.fit()
+    assert trainer.saved_step is None
+    assert "a callback failed, and then no checkpoint could be written: no space left" in notes
+
+
+def test_no_rank_alone_writes_a_checkpoint_after_the_error_of_a_callback(
+    place: Path, prepare: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other ranks do not write their parts, so the checkpoint would never be complete."""
+    trainer = prepare(place, callbacks=[Failing("on_step", 1, ZeroDivisionError("oh"))])
+    monkeypatch.setattr(trainer, "_ranks", object())
+    with pytest.raises(CallbackError):
+        trainer._notify_after("on_step", Mock(number=1), Mock(step=1))
+    assert trainer.saved_step is None
 
 
 def test_a_method_that_is_never_called_is_refused(place: Path, prepare: Any) -> None:
@@ -444,6 +502,12 @@ def test_a_method_that_is_never_called_is_refused(place: Path, prepare: Any) -> 
 
     class Foreign(Callback):
         def on_quit_of_the_window(self) -> None: ...
+
+    class OfAnotherLibrary:
+        def on_train_begin(self) -> None: ...
+
+    class Both(Callback, OfAnotherLibrary):
+        on_disk = "a setting, not a method"
 
     expected = (
         "training: callback Misspelt: found a method on_steps, which is never called; allowed:"
@@ -456,6 +520,7 @@ def test_a_method_that_is_never_called_is_refused(place: Path, prepare: Any) -> 
     with pytest.raises(UserError, match=r"fix: give it a name that does not begin with on_$"):
         prepare(place, callbacks=[Foreign()])
     assert not (place / "run").exists()
+    prepare(place, callbacks=[Both()])
 
 
 def test_callbacks_get_the_progress_of_allocation(place: Path, prepare: Any) -> None:

@@ -163,6 +163,7 @@ def test_a_plan_that_fits_is_within_the_largest_that_fits() -> None:
     """The batch and the sequence of a plan that fits are at most the largest that fit.
 
     The placement of that plan may take less memory than the smallest plan of a policy with slots.
+    The limits are chosen so that the plan just fits.
     """
     work = Workload(batch=2, sequence=4096, clipping="update", documents=True)
     machine = HardwareSpec.load("mi300x")
