@@ -99,7 +99,9 @@ def how_it_stopped(run: Path) -> str:
     """Returns one line with the last step, the newest checkpoint, and the command that continues
     `run`.
     """
-    step, saved = last_step(run), last_checkpoint(run)
+    saved = last_checkpoint(run)
+    # A step whose metrics could not be written may have a checkpoint.
+    step = max(last_step(run), saved)
     if not saved:
         when = f"after step {step}" if step else "before the first step"
         return f"stopped {when}; not saved; begin again with: {command_to_continue(run)}"

@@ -178,7 +178,7 @@ class Datasheet(EstimatedCosts):
         self._attention = attention
         self._flops_per_ns = flops_per_ns
         self._row = measured_row(hardware.costs, model, workload)
-        self._computed: dict[tuple[str, str, bool, bool], int] = {}
+        self._computed: dict[tuple[str, str, bool, bool, bool], int] = {}
         self._curves = {
             lane: tuple((size, round(size / rate)) for size, rate in curve)
             for lane, curve in (("h2d", hardware.h2d_curve), ("d2h", hardware.d2h_curve))
@@ -225,22 +225,28 @@ class Datasheet(EstimatedCosts):
         )
         return full, self._op_ns(op) / self._op_ns(full)
 
-    def _op_ns(self, op: Op) -> int:
-        """Returns the time of a compute op in ns."""
+    def _op_ns(self, op: Op, *, slowed: bool = True) -> int:
+        """Returns the time of a compute op in ns. `slowed` is as in `_compute_ns`."""
         kept, rebuilt = has_saved_attention(op.shape), is_rebuilding(op.shape)
-        return self._compute_ns(_work_of(op), op.layer, kept=kept, rebuilt=rebuilt)
+        return self._compute_ns(_work_of(op), op.layer, kept=kept, rebuilt=rebuilt, slowed=slowed)
 
     def _compute_ns(
-        self, kind: str, layer: str, *, kept: bool = False, rebuilt: bool = False
+        self,
+        kind: str,
+        layer: str,
+        *,
+        kept: bool = False,
+        rebuilt: bool = False,
+        slowed: bool = True,
     ) -> int:
-        """Returns the time of a compute op in ns. `kept` and `rebuilt` are those of
-        `op_work`.
+        """Returns the time of a compute op in ns. `kept` and `rebuilt` are those of `op_work`.
+        `slowed` says whether `products_slowdown` counts.
         """
-        key = (kind, layer, kept, rebuilt)
+        key = (kind, layer, kept, rebuilt, slowed)
         if key not in self._computed:
             work = op_work(self.model, kind, layer, self.workload, kept=kept, rebuilt=rebuilt)
             self._computed[key] = math.ceil(
-                self.products_of_layers_ns(work) * self._slowdown(kind, layer)
+                self.products_of_layers_ns(work) * (self._slowdown(kind, layer) if slowed else 1)
                 + (0 if kept else self.attention_ns(kind, layer))
                 + self._moved_bytes(work, kind, layer) / self.hardware.device_gb_per_s
                 + (self._summing_ns() if kind == "embed_backward" else 0)
@@ -341,8 +347,10 @@ class Datasheet(EstimatedCosts):
     def share(self, op: Op, other: Op, sheet: Datasheet) -> float:
         """Returns the time of a decoder layer's `op` divided by the time of `other`, the same op
         with the workload of `sheet`, which has the same number of tokens.
+
+        `products_slowdown` is left out, because a measured layer has it, compiled or not.
         """
-        return self._op_ns(op) / sheet._op_ns(other)
+        return self._op_ns(op, slowed=False) / sheet._op_ns(other, slowed=False)
 
     def with_flops(self, op: Op) -> Op:
         """Returns a decoder layer's `op` with the FLOPs that its shape has in this workload."""

@@ -77,10 +77,17 @@ WORSE = {
     "h200-six-plans/f8": 0.03,
     "h200-six-plans/l65": 0.01,
     "h100-h200-short-recompute/h100-fp8": 0.011,
-    "h100-x2-qwen2.5-7b/b4": 0.007,
-    "h100-x2-qwen2.5-7b/b8": 0.005,
-    "h100-x2-qwen2.5-7b/b32": 0.003,
-    "h100-x2-qwen2.5-7b/sequential": 0.002,
+    "h100-x2-qwen2.5-7b/b4": 0.008,
+    "h100-x2-qwen2.5-7b/b8": 0.012,
+    "h100-x2-qwen2.5-7b/b32": 0.016,
+    "h100-x2-qwen2.5-7b/sequential": 0.006,
+    "h100-x2-qwen2.5-7b/double_buffer": 0.006,
+    "h100-x2-qwen2.5-7b/double_buffer_k2": 0.006,
+    "h100-x2-qwen2.5-7b/double_buffer_k4": 0.006,
+    "h200-x2-depth/d28": 0.034,
+    "h200-x2-depth/d84": 0.035,
+    "h200-x2-depth/d132": 0.036,
+    "h200-x2-two-gpus/q7s1": 0.041,
     "h200-sustained-compute/paused-b8": 0.008,
     "h200-qwen2.5-7b-batches/24GiB-update": 0.003,
     "h200-qwen2.5-7b-batches/32x1024": 0.002,
@@ -99,7 +106,10 @@ WORSE = {
 * Norms and updates wait for matrix products under way, which makes steps up to 0.2 % longer. The
   last six entries were predicted 2 to 5 % too slow before.
 * The head of `paused-b8` is now derived from a larger loss chunk of the same calibration, which
-  timed all compute 10 % too fast. The error of this head was 3 % less than that of other ops."""
+  timed all compute 10 % too fast. The error of this head was 3 % less than that of other ops.
+* Compiled backward passes now take as long as without pauses, and the products of the library's
+  H100 are faster than they were. The steps of `h200-x2-depth` and `q7s1` were predicted 7 to 23 %
+  too slow before, because their hosts have 32 cores and the library's H200 16."""
 
 
 @pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: f"{path.parent.name}-{path.stem}")

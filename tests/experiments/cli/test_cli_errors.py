@@ -301,7 +301,7 @@ MISTAKES = {
         (*PLAN, "--device-memory", "1KiB"),
         "no plan that fits",
         "1.00 KiB of device memory",
-        "--device-memory 193MiB would fit",
+        "--device-memory 225MiB would fit",
         status=3,
     ),
     "plan to a folder": Mistake(
@@ -840,7 +840,7 @@ def folder_is_full(patched: pytest.MonkeyPatch) -> None:
     ("fill", "status", "kept"),
     [
         (folder_is_full, 2, ""),
-        (metrics_are_full, 1, "; the run stopped before the first step; not saved; begin again"),
+        (metrics_are_full, 1, "; the run stopped after step 1; saved; continue with: megatrain"),
         (picture_is_full, 1, "; the run stopped after step 2; saved; continue with: megatrain"),
         (model_is_full, 1, "; the run stopped after step 2; saved; continue with: megatrain"),
     ],
@@ -859,6 +859,8 @@ def test_a_full_disk_after_training_has_begun_is_a_failed_training(
     check_line(outcome.err, Mistake((), "no space left on device", "a ", ""))
     assert kept in outcome.err
     assert "errno" not in outcome.err.lower()
+    if kept:
+        assert command("train", "--resume", "new").status == 0
 
 
 @pytest.mark.usefixtures("workplace")

@@ -456,7 +456,7 @@ def test_a_sweep_that_is_executed(command: Any, monkeypatch: pytest.MonkeyPatch)
         "--out",
         "swept",
         "--device-memory",
-        "131672KiB",  # 600 KiB, and 128 MiB for libraries
+        "164440KiB",  # 600 KiB, and 160 MiB for libraries
     )
     outcome = command(
         *words,

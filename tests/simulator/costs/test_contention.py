@@ -154,7 +154,7 @@ TURNS = KernelInterleaving(wait_ns=1_700_000, backward_loss=0.4)
     [
         ("update", "norm", 2.0, 1, 31.0, 33.0),
         ("update", "clip", 0.1, 1, 31.0, 31.1),
-        ("update", "update", 2.0, 1, 31.0, 23.7),
+        ("update", "update", 2.0, 1, 31.0, 14.4),
         ("exchange", "exchange_gradients", 1.3, 5, 6.3, 17.05),
         ("exchange", "exchange_gradients", 1.9, 24, 6.6, 81.1),
         ("update", "norm", 2.0, 1, 1.0, 3.7),
