@@ -87,7 +87,7 @@ WORSE = {
     "h200-x2-depth/d28": 0.034,
     "h200-x2-depth/d84": 0.035,
     "h200-x2-depth/d132": 0.036,
-    "h200-x2-two-gpus/q7s1": 0.041,
+    "h200-x2-two-gpus/q7s1": 0.042,
     "h200-sustained-compute/paused-b8": 0.008,
     "h200-qwen2.5-7b-batches/24GiB-update": 0.003,
     "h200-qwen2.5-7b-batches/32x1024": 0.002,
