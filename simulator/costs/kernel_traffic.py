@@ -53,7 +53,7 @@ _BACKWARD_PRODUCTS = 1.11
 `linear_efficiency`, which describes forward passes. Fitted to one layer of 7B on an H200 that
 computed without pauses: 50.6 ms with 32 x 1,024 tokens, where 46.3 are predicted without this
 factor (experiments/results/h200-sustained-compute, 2026-11-27). It is used for every GPU. Whole
-steps on H100s agree with it within 7 % (docs/accuracy.md)."""
+steps of 7B to 123B on H100s agree with it within 7 % (docs/accuracy.md)."""
 
 
 def traffic_share(model: ModelSpec, workload: Workload, kind: str, layer: str) -> float:
