@@ -348,9 +348,12 @@ class Datasheet(EstimatedCosts):
         """Returns the time of a decoder layer's `op` divided by the time of `other`, the same op
         with the workload of `sheet`, which has the same number of tokens.
 
-        `products_slowdown` is left out, because a measured layer has it, compiled or not.
+        If only one of both is compiled, or in fp8, `products_slowdown` is left out. It is known for
+        compiled layers in bf16, and a measured layer of another kind includes its own.
         """
-        return self._op_ns(op, slowed=False) / sheet._op_ns(other, slowed=False)
+        one, two = self.workload, sheet.workload
+        slowed = (one.compiled, one.fp8) == (two.compiled, two.fp8)
+        return self._op_ns(op, slowed=slowed) / sheet._op_ns(other, slowed=slowed)
 
     def with_flops(self, op: Op) -> Op:
         """Returns a decoder layer's `op` with the FLOPs that its shape has in this workload."""
