@@ -639,11 +639,8 @@ class Trainer(TrainingRun):
             due = stopping or by_clock or (save and (saving.every_steps or clock))
             switch = self._next is not None and not (self.finished or stopping)
             if due or switch:
-                best_by = result.loss if result else None if held_out else loss
                 pending = bool(evaluate and held_out and not result)
-                run = msgspec.structs.replace(
-                    done, loss=best_by, progress={"evaluation_owed": pending}
-                )
+                run = msgspec.structs.replace(done, progress={"evaluation_owed": pending})
                 saved = bool(due) and self._save(run)
                 if switch:
                     self._switch(run, saved=saved)

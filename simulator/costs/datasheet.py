@@ -4,8 +4,7 @@
   a unified machine, 0.
 * Compute ops, with sequences of S tokens:
 
-      linear FLOPs / (peak x linear efficiency), times 1.11 in compiled backward passes without
-      experts (`products_slowdown`)
+      linear FLOPs / (peak x linear efficiency) x `products_slowdown`
       (those in fp8 divided by the machine's `fp8_speed`)
       + attention FLOPs / (peak x attention efficiency x S / (S + half tokens))
       + traffic share x moved bytes / device rate
@@ -246,16 +245,13 @@ class Datasheet(EstimatedCosts):
         if key not in self._computed:
             work = op_work(self.model, kind, layer, self.workload, kept=kept, rebuilt=rebuilt)
             self._computed[key] = math.ceil(
-                self.products_of_layers_ns(work) * (self._slowdown(kind, layer) if slowed else 1)
+                self.products_of_layers_ns(work)
+                * (products_slowdown(self.model, self.workload, kind, layer) if slowed else 1)
                 + (0 if kept else self.attention_ns(kind, layer))
                 + self._moved_bytes(work, kind, layer) / self.hardware.device_gb_per_s
                 + (self._summing_ns() if kind == "embed_backward" else 0)
             )
         return self._computed[key]
-
-    def _slowdown(self, kind: str, layer: str) -> float:
-        """Returns the factor of `products_slowdown` on the time of an op's matrix products."""
-        return products_slowdown(self.model, self.workload, kind, layer)
 
     def _summing_ns(self) -> float:
         """Returns the time of summing the gradients of the embedding's tables, in ns, in addition
