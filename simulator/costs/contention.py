@@ -42,7 +42,7 @@ beside products of 31, 21 and 6 ms, and clipping factors 31 and 23 ms
 (experiments/results/h100-x4-large-models). Each kernel of an exchange waited 2.8 to 3.3 ms beside
 products of 6.3 and 6.6 ms (experiments/results/h200-x4)."""
 _USUAL = 0.4
-"""The same for other kinds of ops. Updates beside forward passes of 7B and 14B waited 0.7 to 0.9 of
+"""The same for other kinds of ops. Updates beside forward passes of 7B and 14B waited 0.6 to 1.0 of
 a product, in the mean (experiments/results/h200-x4). But with 0.7, steps whose updates run beside
 backward passes are predicted up to 7 % too slow (experiments/results/h200-qwen2.5-7b-batches)."""
 _HELD = 80_000
