@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ from megatrain.runtime.optimizer import adamw as optimizer
 from megatrain.runtime.ranks import Ranks
 from megatrain.simulator.base.atomic_files import AtomicWrite
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.model.layer import LayerSpec
+from megatrain.simulator.model.layer import LayerSpec, TensorSpec
 from megatrain.simulator.model.optimizer import find
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Dtype, Workload
@@ -40,6 +41,8 @@ _LAYER = "layer"
 """The message of rank 0 to the other ranks when it reads a layer."""
 _PIECE = 2**22
 """Elements that are converted at a time: 16 MiB in fp32, and twice as much for rounding."""
+_DRAWN = 2**27
+"""Elements of a tensor that are drawn at a time: 512 MiB in fp32."""
 Weights = Callable[[str, str, tuple[int, ...]], torch.Tensor]
 """Returns the values of a tensor: (layer, tensor name, shape) -> values."""
 ReadElements = Callable[[int, int], torch.Tensor]
@@ -61,12 +64,37 @@ class RandomWeights:
     def __call__(self, layer: str, tensor: str, shape: tuple[int, ...]) -> torch.Tensor:
         if len(shape) == 1:
             return torch.zeros(shape) if tensor.endswith("bias") else torch.ones(shape)
+        values = torch.empty(shape, device=self._device)
+        flat = values.view(-1)
+        for number, first in enumerate(range(0, values.numel(), _DRAWN)):
+            self._draw(layer, tensor, number, flat[first : first + _DRAWN])
+        return values
+
+    def runs(
+        self, layer: str, tensor: str, shape: tuple[int, ...], first: int, end: int
+    ) -> Iterator[torch.Tensor]:
+        """Yields the elements `first` to `end` of the flat tensor, in runs. At most `_DRAWN`
+        elements are in memory at a time, so a large tensor needs little memory beside a plan that
+        fills the GPU.
+        """
+        if len(shape) == 1:
+            yield self(layer, tensor, shape)[first:end]
+            return
+        elements = math.prod(shape)
+        for number in range(first // _DRAWN, -(-end // _DRAWN)):
+            begin = number * _DRAWN
+            drawn = torch.empty(min(_DRAWN, elements - begin), device=self._device)
+            self._draw(layer, tensor, number, drawn)
+            yield drawn[max(first - begin, 0) : end - begin]
+
+    def _draw(self, layer: str, tensor: str, number: int, out: torch.Tensor) -> None:
+        """Draws the elements of a tensor from `number` times `_DRAWN` on."""
+        name = hub_name(layer, tensor) + (f" {number}" if number else "")
         generator = torch.Generator(self._device).manual_seed(
             self._seed * 1_000_003
-            + sum(byte * 257**place for place, byte in enumerate(hub_name(layer, tensor).encode()))
-            % 2**31
+            + sum(byte * 257**place for place, byte in enumerate(name.encode())) % 2**31
         )
-        return torch.randn(shape, generator=generator, device=self._device).mul_(0.02)
+        out.normal_(generator=generator).mul_(0.02)
 
 
 def random_weights(seed: int, device: torch.device = torch.device("cpu")) -> Weights:  # noqa: B008
@@ -299,14 +327,14 @@ class ModelState:
             high, low = self._own_halves(layer)
             first = len(high) * (self._ranks.rank if self._ranks else 0)
             for tensor, offset in zip(layer.tensors, layer.offsets, strict=True):
-                values = weights(layer.name, tensor.name, tensor.shape).reshape(-1)
                 begin = max(first - offset, 0)
                 end = min(first + len(high) - offset, tensor.elements)
-                for start in range(begin, end, _PIECE):
+                place = offset + begin - first
+                for piece in _pieces(weights, layer.name, tensor, begin, end):
                     # rounded where the values are: a GPU sends 2 or 4 instead of 4 pageable bytes
-                    master = values[start : min(start + _PIECE, end)].float().contiguous()
-                    place = offset + start - first
+                    master = piece.float().contiguous()
                     part = slice(place, place + master.numel())
+                    place += master.numel()
                     if low is None:
                         high[part].copy_(optimizer.rounded(master, high.dtype))
                     else:
@@ -412,6 +440,20 @@ def weight_sources(
         )
         for tensor, offset in zip(layer.tensors, layer.offsets, strict=True)
     }
+
+
+def _pieces(
+    weights: Weights, layer: str, tensor: TensorSpec, first: int, end: int
+) -> Iterator[torch.Tensor]:
+    """Yields the elements `first` to `end` of a flat tensor, at most `_PIECE` at a time."""
+    if first >= end:
+        return
+    if isinstance(weights, RandomWeights):
+        runs = weights.runs(layer, tensor.name, tensor.shape, first, end)
+    else:
+        runs = iter([weights(layer, tensor.name, tensor.shape).reshape(-1)[first:end]])
+    for run in runs:
+        yield from run.split(_PIECE)
 
 
 def _converted(

@@ -12,12 +12,19 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from megatrain.runtime.files import model_files
 from megatrain.runtime.files.checkpoint_names import hub_name
-from megatrain.runtime.files.model_files import export, folder_weights, random_weights
+from megatrain.runtime.files.model_files import (
+    RandomWeights,
+    export,
+    folder_weights,
+    random_weights,
+)
 from megatrain.runtime.layers.functional_layers import config_of
 from megatrain.runtime.optimizer.adamw import round_to_bf16
 from megatrain.simulator.base.errors import UserError
@@ -171,6 +178,44 @@ def test_random_weights_depend_on_seed_and_name_alone(make_plan: Callable[..., P
     assert torch.equal(random_weights(1)(*names[3], shape), random_weights(1)(*names[3], shape))
     assert torch.equal(random_weights(0)("0", "input_layernorm.weight", (4,)), torch.ones(4))
     assert torch.equal(random_weights(0)("0", "self_attn.q_proj.bias", (4,)), torch.zeros(4))
+
+
+@given(st.tuples(st.integers(1, 9), st.integers(1, 9)), st.data())
+def test_a_large_tensor_is_drawn_in_parts(shape: tuple[int, int], data: st.DataObject) -> None:
+    """A plan may leave little device memory, and the largest embeddings have 3 GB in fp32."""
+    sizes = []
+
+    class Watched(RandomWeights):
+        def _draw(self, layer: str, tensor: str, number: int, out: torch.Tensor) -> None:
+            sizes.append(out.numel())
+            super()._draw(layer, tensor, number, out)
+
+    count = shape[0] * shape[1]
+    first = data.draw(st.integers(0, count - 1))
+    end = data.draw(st.integers(first + 1, count))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_files, "_DRAWN", 7)
+        weights = Watched(0, torch.device("cpu"))
+        runs = list(weights.runs("0", "mlp.up_proj.weight", shape, first, end))
+        parts = len(sizes)
+        whole = weights("0", "mlp.up_proj.weight", shape).view(-1)
+    assert torch.equal(torch.cat(runs), whole[first:end])
+    assert max(sizes) <= 7
+    assert parts == (end - 1) // 7 - first // 7 + 1
+    assert whole.unique().numel() == count  # the parts are drawn independently
+
+
+def test_weights_drawn_in_parts_are_loaded_at_their_places(
+    executable: Callable[..., Plan], session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_files, "_DRAWN", 50)
+    monkeypatch.setattr(model_files, "_PIECE", 20)
+    plan, weights = executable(dtype="fp32"), random_weights(0)
+    with session(plan) as running:
+        running.state.load(weights)
+        for layer in plan.model.stack.values():
+            for name, values in running.state.masters(layer).items():
+                assert torch.equal(values, weights(layer.name, name, tuple(values.shape)))
 
 
 # ---- failures ----
