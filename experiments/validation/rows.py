@@ -117,7 +117,7 @@ class PublishedRow(msgspec.Struct, frozen=True, kw_only=True):
         """Who published the figure, one of ORIGINS."""
         if self.source.startswith("paper"):
             return PAPER
-        return OWN if self.setting in ("h100-x2", "h200-a", "h200-b") else OTHERS
+        return OWN if self.setting in ("h100-x2", "h200-a", "h200-b", "h200-x4") else OTHERS
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -180,6 +180,10 @@ def test_the_ratio_compares_equal_batches() -> None:
         f"{system}, qwen2.5-7b, on our H100, {batch} sequences"
         for system in ("ours", "fsdp2_offload")
         for batch in (4, 8)
+    } | {
+        f"{system}, on our H200, {batch} sequences"
+        for system in ("ours, qwen2.5-7b", "fsdp2_offload, qwen2.5-7b", "ours, qwen2.5-14b")
+        for batch in (1, 16)
     }
 
 
