@@ -4,8 +4,9 @@ megatrain.experiments.heldout.uncalibrated DIR`.
 It predicts each stored plan again with the current simulator, and prints the errors of the step and
 of device memory for each case. It also prints the memory traffic of forward, backward and head as a
 share of the bytes that `op_work` counts. The traffic is (measured time - predicted time of
-matrix products and attention) x the rate of a copy. The medians over the fitted half of the models
-are the constants of `simulator/costs/kernel_traffic.py`. The other half tests them.
+matrix products and attention) x the rate of a copy. Ops beside which an update ran are left out.
+The medians over the fitted half of the models are the constants of
+`simulator/costs/kernel_traffic.py`. The other half tests them.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from megatrain.simulator.model.attention_masks import writes_scores
 from megatrain.simulator.model.op_work import op_work
 from megatrain.simulator.planner.assessment import assess
 from megatrain.simulator.policies import verified
+from megatrain.simulator.schedule.timeline import Span
 
 KINDS = ("forward", "backward", "head")
 
@@ -63,8 +65,9 @@ def compare(row: HeldoutRow, stored: StoredTimeline, hardware: HardwareSpec) -> 
     schedule, sheet = verified(plan), Datasheet(hardware, plan.model, plan.workload)
     measured = stored.timeline(schedule)
     taken, known, moved = (defaultdict[str, float](float) for _ in range(3))
+    updates = [measured.by_op[op.id] for op in schedule.ops if op.kind == "update"]
     for op in schedule.ops:
-        if op.kind in KINDS:
+        if op.kind in KINDS and not _beside(measured.by_op[op.id], updates):
             work = op_work(plan.model, op.kind, op.layer, plan.workload)
             taken[op.kind] += measured.by_op[op.id].duration_ns
             known[op.kind] += (
@@ -81,26 +84,32 @@ def compare(row: HeldoutRow, stored: StoredTimeline, hardware: HardwareSpec) -> 
     )
 
 
-def _plain(row: HeldoutRow) -> bool:
-    """Returns whether the model has only dense layers or experts. It has neither written-out
-    attention scores nor layers that are not compiled.
+def _beside(event: Span, others: Iterable[Span]) -> bool:
+    """Returns whether one of the other ops runs at the same time."""
+    return any(event.start_ns < other.end_ns and other.start_ns < event.end_ns for other in others)
+
+
+def _layers_of(case: UncalibratedCase) -> str:
+    """Returns the kind of the model's layers: `dense`, `experts`, `clamped experts`, or an empty
+    text for models of no group. They have layers that are not compiled, or write out attention
+    scores.
     """
-    model = row.plan.model
-    written = writes_scores(model, row.plan.workload)
-    return not written and all(layer.compilable for layer in model.decoders)
+    model, work = case.row.plan.model, case.row.plan.workload
+    if any(model.part(layer.name).clamped for layer in model.decoders):
+        return "clamped experts"
+    if writes_scores(model, work) or not all(layer.compilable for layer in model.decoders):
+        return ""
+    return "experts" if any(layer.experts for layer in model.decoders) else "dense"
 
 
 def _groups(cases: Iterable[UncalibratedCase]) -> dict[str, list[UncalibratedCase]]:
-    """Returns the cases by name of their group: eager or compiled, kind of layer, and half."""
+    """Returns the cases by name of their group: eager or compiled, kind of layers, and half."""
     found: dict[str, list[UncalibratedCase]] = {}
     for case in cases:
-        model = case.row.plan.model
-        words = (
-            "compiled" if case.row.plan.workload.compiled else "eager",
-            "experts" if any(layer.experts for layer in model.decoders) else "dense",
-            "fitted" if case.fitted else "test",
-        )
-        found.setdefault(" ".join(words), []).append(case)
+        execution = "compiled" if case.row.plan.workload.compiled else "eager"
+        if layers := _layers_of(case):
+            name = f"{execution} {layers} {'fitted' if case.fitted else 'test'}"
+            found.setdefault(name, []).append(case)
     return dict(sorted(found.items()))
 
 
@@ -141,7 +150,7 @@ def report(cases: Sequence[UncalibratedCase], uncertainty: float) -> str:
                     ]
                 )
     traffic = [["median traffic", "count", *KINDS]]
-    for name, group in _groups(case for case in cases if _plain(case.row)).items():
+    for name, group in _groups(cases).items():
         medians = [statistics.median(case.shares[kind] for case in group) for kind in KINDS]
         traffic.append([name, str(len(group)), *(f"{median:.2f}" for median in medians)])
     inside = sum(abs(1 / (1 + case.step) - 1) <= uncertainty for case in cases)

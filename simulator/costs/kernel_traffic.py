@@ -6,7 +6,8 @@ layer. Their time is that of a copy of as many bytes. Three kinds of layers diff
 
 * Compiled kernels are fused, so they move fewer bytes.
 * Routing to experts sorts, gathers and scatters tokens, and multiplies matrices of few tokens each.
-  This takes longer than a copy of the same bytes.
+  This takes longer than a copy of the same bytes. Experts that clamp gate and up and add biases
+  have shares of their own. They are those of one model, gpt-oss-20b.
 * Linear attention in transformers' PyTorch code also takes longer. Its shares are those of one
   model, Qwen3-Next, whose layers also have experts. They leave out the first forward of a step,
   which took 21 to 31 ms longer than the next ones, and what the loop over chunks moves, which
@@ -16,12 +17,20 @@ layer. Their time is that of a copy of as many bytes. Three kinds of layers diff
 
 The shares are medians over half of 21 families on an H200, with 8,192 and 16,384 tokens a
 micro-batch (experiments/results/h200-families, 2026-11-24). The other half of the families tests
-them. The shares are used for every GPU. The shares of eager dense layers are 1, because measured
-layers of Qwen2.5-7B and 14B agree with the formula within 7 % (experiments/published/h200.csv).
+them. The shares are used for every GPU. Ops beside which an update ran are left out, because
+`contention.py` predicts that wait: the first forward of a step took 6 to 10 ms longer than the next
+ones in models with experts. Two shares are not these medians:
 
-The 21 families are cut to a few layers, so their GPU often pauses. Compiled layers of a whole model
-compute without pauses, at the power limit of the GPU. There, backward passes take longer
-(`products_slowdown`).
+* Eager dense layers have 1. Their forward passes have 0.92, and measured layers of Qwen2.5-7B and
+  14B agree with the formula within 7 % (experiments/published/h200.csv).
+* Forward passes of compiled dense layers have 0.29, the median with the first forward of a step.
+  Without it, the median is -0.35: matrix products are faster than `linear_efficiency` says, because
+  the 21 families are cut to a few layers, so their GPU often pauses and its clock is higher. One
+  layer of 7B that computed without pauses took 24.5 ms, where 24.0 to 24.6 are predicted with 0.29
+  (experiments/results/h200-sustained-compute).
+
+Compiled layers of a whole model compute without pauses, at the power limit of the GPU. There,
+backward passes take longer (`products_slowdown`).
 """
 
 from __future__ import annotations
@@ -45,9 +54,11 @@ class _Shares(NamedTuple):
 
 _EAGER = _Shares(forward=1.0, backward=1.0, head=1.26)
 _COMPILED = _Shares(forward=0.29, backward=0.07, head=0.36)
-_EAGER_EXPERTS = _Shares(forward=2.94, backward=1.98, head=1.26)
+_EAGER_EXPERTS = _Shares(forward=1.98, backward=1.98, head=1.26)
+_EAGER_CLAMPED = _Shares(forward=2.23, backward=2.23, head=1.26)
 _LINEAR_ATTENTION = _Shares(forward=3.12, backward=3.15, head=1.26)
-_COMPILED_EXPERTS = _Shares(forward=1.46, backward=0.56, head=0.36)
+_COMPILED_EXPERTS = _Shares(forward=0.35, backward=0.56, head=0.36)
+_COMPILED_CLAMPED = _Shares(forward=1.21, backward=0.97, head=0.36)
 _BACKWARD_PRODUCTS = 1.11
 """The time of the matrix products of a compiled backward pass without experts, relative to
 `linear_efficiency`, which describes forward passes. Fitted to one layer of 7B on an H200 that
@@ -72,10 +83,12 @@ def traffic_share(model: ModelSpec, workload: Workload, kind: str, layer: str) -
     spec = model.stack[layer]
     if not spec.compilable:
         shares = _LINEAR_ATTENTION
-    elif workload.compiled:
-        shares = _COMPILED_EXPERTS if spec.experts else _COMPILED
+    elif model.part(layer).clamped:
+        shares = _COMPILED_CLAMPED if workload.compiled else _EAGER_CLAMPED
+    elif spec.experts:
+        shares = _COMPILED_EXPERTS if workload.compiled else _EAGER_EXPERTS
     else:
-        shares = _EAGER_EXPERTS if spec.experts else _EAGER
+        shares = _COMPILED if workload.compiled else _EAGER
     return shares.backward if kind == "backward" else shares.forward
 
 

@@ -95,6 +95,7 @@ WORSE = {
     "h200-x2-qwen2.5-7b-peers/benchmark": 0.003,
     "h200-x2-qwen2.5-7b-peers/fsdp2": 0.003,
     "measured/table4-no-chunked-loss": 0.003,
+    "h200-gpt-oss-20b/whole": 0.032,
 }
 """Benchmark -> how much larger its error may be than the stored error.
 
@@ -104,12 +105,15 @@ WORSE = {
 * Machines of the library now count all of the time of an embedding's gradient. It took up to 5 ms
   more for 7B than it takes since 2026-11-27.
 * Norms and updates wait for matrix products under way, which makes steps up to 0.2 % longer. The
-  last six entries were predicted 2 to 5 % too slow before.
+  six entries before the last were predicted 2 to 5 % too slow before.
 * The head of `paused-b8` is now derived from a larger loss chunk of the same calibration, which
   timed all compute 10 % too fast. The error of this head was 3 % less than that of other ops.
 * Compiled backward passes now take as long as without pauses, and the products of the library's
   H100 are faster than they were. The steps of `h200-x2-depth` and `q7s1` were predicted 7 to 23 %
-  too slow before, because their hosts have 32 cores and the library's H200 16."""
+  too slow before, because their hosts have 32 cores and the library's H200 16.
+* The traffic of experts no longer includes waits for updates. The shares of gpt-oss-20b are now
+  those of its own layers with written-out scores, and its whole step has an error of +3.2 %.
+"""
 
 
 @pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: f"{path.parent.name}-{path.stem}")

@@ -116,6 +116,7 @@ def experts(
         inner=chosen * inner,
         experts=3 * count * hidden * inner,
         rows=(count, chosen),
+        clamped=bias,
         idle=(count - chosen) * (3 * hidden * inner + (2 * inner + hidden if bias else 0)),
         mlp=f"{chosen}of{count}x{inner}",
         forward=Traffic(9 * rows + (5 + 3 * clamped) * columns),

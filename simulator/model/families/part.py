@@ -234,6 +234,8 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     """Elements of the weights of all routed experts, not per token."""
     rows: tuple[int, int] = (0, 0)
     """The number of routed experts, and how many of them a token uses."""
+    clamped: bool = False
+    """Whether experts clamp gate and up and add biases."""
     early: tuple[Kept, ...] = ()
     """Temporary elements in the backward pass of an MLP, or of a norm after it, in addition to the
     saved tensors and the gradients of weights. All activations of the layer are still saved then.
@@ -370,6 +372,7 @@ def merge_parts(parts: tuple[Part, ...]) -> Part:
         logits=sum(part.logits for part in parts),
         experts=sum(part.experts for part in parts),
         rows=max(part.rows for part in parts),
+        clamped=any(part.clamped for part in parts),
         early=tuple(held for part in parts for held in part.early),
         middle=functools.reduce(Kept.plus, [part.middle for part in parts]),
         down=sum(part.down for part in parts),

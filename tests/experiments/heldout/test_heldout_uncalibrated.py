@@ -28,7 +28,7 @@ def cases() -> list[UncalibratedCase]:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_models_that_nothing_was_fitted_to_are_predicted_within_19_percent(
+def test_models_that_nothing_was_fitted_to_are_predicted_within_10_percent(
     cases: list[UncalibratedCase], compiled: bool
 ) -> None:
     errors = [
@@ -37,14 +37,14 @@ def test_models_that_nothing_was_fitted_to_are_predicted_within_19_percent(
         if not case.fitted and case.row.plan.workload.compiled == compiled
     ]
     assert len(errors) > 12
-    assert statistics.median(errors) <= 0.025
-    assert max(errors) <= 0.19
+    assert statistics.median(errors) <= 0.032
+    assert max(errors) <= 0.1
 
 
-def test_nine_of_ten_steps_are_in_the_stated_range(cases: list[UncalibratedCase]) -> None:
+def test_nearly_all_steps_are_in_the_stated_range(cases: list[UncalibratedCase]) -> None:
     uncertainty = HardwareSpec.load("h200").uncertainty
     inside = [abs(1 / (1 + case.step) - 1) <= uncertainty for case in cases]
-    assert sum(inside) >= 0.89 * len(inside)
+    assert sum(inside) >= 0.98 * len(inside)
 
 
 def test_memory_is_at_most_one_percent_too_small(cases: list[UncalibratedCase]) -> None:

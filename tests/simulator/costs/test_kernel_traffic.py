@@ -41,6 +41,16 @@ def test_layers_with_experts_have_shares_of_their_own() -> None:
     assert [layer.experts for layer in model.decoders[:4]] == [False, False, False, True]
 
 
+def test_experts_that_clamp_have_shares_of_their_own() -> None:
+    clamped, others = ModelSpec.load("gpt-oss-20b"), ModelSpec.load("qwen3-30b-a3b")
+    assert all(clamped.part(layer.name).clamped for layer in clamped.decoders)
+    assert not any(others.part(layer.name).clamped for layer in others.decoders)
+    for work in (WORK, COMPILED):
+        for kind in ("forward", "recompute", "backward"):
+            more, less = (traffic_share(model, work, kind, "0") for model in (clamped, others))
+            assert more > less
+
+
 def test_layers_with_linear_attention_are_eager_in_every_workload() -> None:
     model = ModelSpec.load("qwen3-next-80b-a3b").with_layers(4)
     assert [layer.compilable for layer in model.decoders] == [False, False, False, True]
