@@ -47,7 +47,8 @@ _NCCL_TIMEOUT = timedelta(hours=2)
 """Time limit of NCCL for a collective of a step. NCCL counts from the time when the collective is
 enqueued, which can be a whole step before it runs.
 """
-_START = "torchrun --standalone --nproc-per-node {count} -m megatrain train PLAN --out RUN ..."
+_TORCHRUN = "torchrun --standalone --nproc-per-node {count} -m megatrain"
+_START = f"{_TORCHRUN} train PLAN --out RUN ..."
 
 
 _all_gather: Callable[..., object] = (
@@ -447,12 +448,23 @@ def joined(
     if plan.gpus == 1:
         yield None
         return
+    with connected(plan.gpus, device, "plan", identity(plan, *more), timeout_s) as ranks:
+        yield ranks
+
+
+@contextlib.contextmanager
+def connected(
+    count: int, device: torch.device, what: str, value: str, timeout_s: float | None = None
+) -> Iterator[Ranks]:
+    """Does the work of `joined` for `count` ranks without a plan. `count` is at least 2. All ranks
+    must have the same `value`, and `what` is its name in the error message.
+    """
     timeout_s = TIMEOUT_S if timeout_s is None else timeout_s
     with _shared_file() as file:
         own = Board.make(file)
         try:
             dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
-            peers: list[Any] = [None] * plan.gpus
+            peers: list[Any] = [None] * count
             dist.all_gather_object(peers, (os.getpid(), str(file)))
             boards = [
                 own if rank == dist.get_rank() else Board.open(Path(path))
@@ -469,18 +481,18 @@ def joined(
                 dist.destroy_process_group()
             raise UserError(
                 "ranks",
-                found=f"fewer than {plan.gpus} connected ranks on this host"
+                found=f"fewer than {count} connected ranks on this host"
                 f" ({str(error).splitlines()[0]})",
-                allowed=f"{plan.gpus}, connected within {timeout_s:g} s",
-                fix=f"start all ranks with `{_START.format(count=plan.gpus)}`",
+                allowed=f"{count}, connected within {timeout_s:g} s",
+                fix=f"start all ranks with `{_TORCHRUN.format(count=count)} ...`",
             ) from error
-        ranks = Ranks(dist.get_rank(), plan.gpus, [pid for pid, _ in peers], boards, timeout_s)
+        ranks = Ranks(dist.get_rank(), count, [pid for pid, _ in peers], boards, timeout_s)
         ranks._within, ranks._between = within, between
         try:
             ranks.meet()
             # every rank has opened it, and now a rank that is killed leaves no file
             file.unlink()
-            ranks.agree("plan", identity(plan, *more))
+            ranks.agree(what, value)
             yield ranks
         except BaseException as error:
             ranks.stopping(error)
