@@ -121,8 +121,10 @@ def _refuse_others(args: argparse.Namespace, parser: argparse.ArgumentParser) ->
     usual = parser.parse_args(["--out", str(args.out)])
     for action in parser._actions:
         name = action.dest
-        if name in _KEPT or getattr(args, name) == getattr(usual, name):
+        if name in _KEPT or (value := getattr(args, name)) == getattr(usual, name):
             continue
+        if action.nargs == 0 and action.const != value:
+            continue  # another option sets the same value, as --plain-packing and --documents
         option = action.option_strings[-1] if action.option_strings else "MODEL"
         raise UserError(
             option,

@@ -119,7 +119,7 @@ def measure_several(
         RankLost: Another rank has ended.
     """
     with ranks.watched(device):
-        bench = _Bench(ranks, device)
+        bench = _OneRank(ranks, device)
         progress("memory of collectives")
         kept = bench.library_bytes()
         found: dict[str, TimedRate] = {}
@@ -133,7 +133,7 @@ def measure_several(
         return _of_all(ranks, device, bench.sizes, kept, found, times)
 
 
-class _Bench:
+class _OneRank:
     """The buffers of one rank, and what it measures. All ranks call the same methods in the same
     order.
     """

@@ -163,7 +163,7 @@ def _one_gpu(hardware: HardwareSpec, lane: str, other: str, size: int) -> tuple[
     """
     curve = hardware.h2d_curve if lane == "h2d" else hardware.d2h_curve
     rate = hardware.h2d_gb_per_s if lane == "h2d" else hardware.d2h_gb_per_s
-    alone = _on_curve(curve, size) if curve else rate
+    alone = _on_curve(curve, size) if curve else size / (hardware.link_latency_ns + size / rate)
     if hardware.duplex_curve:
         return alone, min(_on_curve(hardware.duplex_curve, size) / alone, 1.0)
     table = hardware.costs
