@@ -523,7 +523,7 @@ def train_for(verdict: Verdict, hardware: HardwareSpec, tokens: int) -> Training
         else (verdict.tokens_per_second, 1)
     )
     hours = tokens / speed / 3600
-    unknown = verdict.multi_gpu is not None and hardware.costs is not None  # see `step_range`
+    unknown = verdict.multi_gpu is not None and hardware.costs is not None  # no range of all GPUs
     low, high = (
         None if end is None or unknown else hours * end / verdict.step_seconds
         for end in (verdict.step_seconds_low, verdict.step_seconds_high)
