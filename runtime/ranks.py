@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import torch
@@ -47,8 +47,7 @@ _NCCL_TIMEOUT = timedelta(hours=2)
 """Time limit of NCCL for a collective of a step. NCCL counts from the time when the collective is
 enqueued, which can be a whole step before it runs.
 """
-_TORCHRUN = "torchrun --standalone --nproc-per-node {count} -m megatrain"
-_START = f"{_TORCHRUN} train PLAN --out RUN ..."
+_START = "torchrun --standalone --nproc-per-node {count} -m megatrain train PLAN --out RUN ..."
 
 
 _all_gather: Callable[..., object] = (
@@ -58,6 +57,13 @@ _all_gather: Callable[..., object] = (
 
 class RankLost(RunError):
     """Another rank has ended or does not answer. The text names the rank, the op and the lane."""
+
+
+class WithoutPlan(NamedTuple):
+    """The ranks of one host that do not execute a plan, such as those that measure the GPUs."""
+
+    gpus: int
+    """Number of ranks, one for each GPU."""
 
 
 class Ranks:
@@ -401,7 +407,7 @@ def started_ranks() -> int:
     return torchrun_variable("WORLD_SIZE", default=1, least=1)
 
 
-def check_started(plan: Plan) -> None:
+def check_started(plan: Plan | WithoutPlan) -> None:
     """Raises UserError if the number of ranks that torchrun started is not the number of GPUs of
     `plan`.
     """
@@ -417,16 +423,20 @@ def check_started(plan: Plan) -> None:
         )
 
 
-def identity(plan: Plan, *more: object) -> str:
+def identity(plan: Plan | WithoutPlan, *more: object) -> str:
     """Returns a digest of `more` and of the fields of `plan` that decide what a step computes."""
-    blank = msgspec.structs.replace(plan, hardware="", source="", prediction=None)
+    blank = (
+        msgspec.structs.replace(plan, hardware="", source="", prediction=None)
+        if isinstance(plan, Plan)
+        else plan
+    )
     text = msgspec.json.encode([blank, str(torch.__version__), *map(repr, more)])
     return hashlib.sha256(text).hexdigest()[:16]
 
 
 @contextlib.contextmanager
 def joined(
-    plan: Plan, device: torch.device, *more: object, timeout_s: float | None = None
+    plan: Plan | WithoutPlan, device: torch.device, *more: object, timeout_s: float | None = None
 ) -> Iterator[Ranks | None]:
     """Joins the ranks of `plan` for the duration of the block. Yields None if the plan is for one
     GPU.
@@ -434,7 +444,7 @@ def joined(
     If the block raises an error, the other ranks are notified, and their next collective fails.
 
     Args:
-        plan: The plan, which must be the same on all ranks.
+        plan: The plan, which must be the same on all ranks, or the number of ranks.
         device: The device with the tensors of collectives: the CPU or this rank's GPU.
         *more: Other values that must be the same on all ranks, such as settings and seed.
         timeout_s: Seconds that a rank waits for the others at the start and in a collective of a
@@ -448,23 +458,12 @@ def joined(
     if plan.gpus == 1:
         yield None
         return
-    with connected(plan.gpus, device, "plan", identity(plan, *more), timeout_s) as ranks:
-        yield ranks
-
-
-@contextlib.contextmanager
-def connected(
-    count: int, device: torch.device, what: str, value: str, timeout_s: float | None = None
-) -> Iterator[Ranks]:
-    """Does the work of `joined` for `count` ranks without a plan. `count` is at least 2. All ranks
-    must have the same `value`, and `what` is its name in the error message.
-    """
     timeout_s = TIMEOUT_S if timeout_s is None else timeout_s
     with _shared_file() as file:
         own = Board.make(file)
         try:
             dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
-            peers: list[Any] = [None] * count
+            peers: list[Any] = [None] * plan.gpus
             dist.all_gather_object(peers, (os.getpid(), str(file)))
             boards = [
                 own if rank == dist.get_rank() else Board.open(Path(path))
@@ -481,18 +480,19 @@ def connected(
                 dist.destroy_process_group()
             raise UserError(
                 "ranks",
-                found=f"fewer than {count} connected ranks on this host"
+                found=f"fewer than {plan.gpus} connected ranks on this host"
                 f" ({str(error).splitlines()[0]})",
-                allowed=f"{count}, connected within {timeout_s:g} s",
-                fix=f"start all ranks with `{_TORCHRUN.format(count=count)} ...`",
+                allowed=f"{plan.gpus}, connected within {timeout_s:g} s",
+                fix=f"start all ranks with `{_START.format(count=plan.gpus)}`",
             ) from error
-        ranks = Ranks(dist.get_rank(), count, [pid for pid, _ in peers], boards, timeout_s)
+        ranks = Ranks(dist.get_rank(), plan.gpus, [pid for pid, _ in peers], boards, timeout_s)
         ranks._within, ranks._between = within, between
         try:
             ranks.meet()
             # every rank has opened it, and now a rank that is killed leaves no file
             file.unlink()
-            ranks.agree(what, value)
+            what = "plan" if isinstance(plan, Plan) else "settings"
+            ranks.agree(what, identity(plan, *more))
             yield ranks
         except BaseException as error:
             ranks.stopping(error)

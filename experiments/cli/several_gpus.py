@@ -6,7 +6,6 @@ A rank is a process that torchrun starts, one for each GPU.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
 import time
 from collections.abc import Callable
@@ -59,19 +58,16 @@ def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     count = _ranks(machine)
 
     # PyTorch is loaded only now, after all mistakes in the command have been reported.
-    import torch
-
     from megatrain.experiments.cli.training.progress import measuring
     from megatrain.experiments.files.hardware_file import write_hardware
     from megatrain.runtime.calibration.several_gpus import measure_several
-    from megatrain.runtime.ranks import connected
+    from megatrain.runtime.ranks import WithoutPlan, joined
 
     device = options.device(args)
     _refuse_other_gpu(args.several, machine, device)
     began = time.monotonic()
-    version = msgspec.json.encode([str(torch.__version__), machine])
-    same = hashlib.sha256(version).hexdigest()[:16]
-    with connected(count, device, "machine", same) as ranks:
+    with joined(WithoutPlan(count), device, machine) as ranks:
+        assert ranks is not None
         if ranks.leads:
             with measuring() as progress:
                 found = measure_several(ranks, device, progress)

@@ -107,7 +107,7 @@ _MEMORY_OF_PRODUCTS = 4
 def measure_several(
     ranks: Ranks, device: torch.device, progress: Callable[[str], None]
 ) -> SeveralGpus:
-    """Returns the measurements of the GPUs of all ranks, the same on each rank. Takes about 15 s.
+    """Returns the measurements of the GPUs of all ranks, the same on each rank.
 
     Args:
         ranks: The ranks, one for each GPU. All must call this.

@@ -86,9 +86,9 @@ def _uncorrected(
         return _from_outside(hardware, model, workload)
     table = hardware.costs
     if table is None:
-        return Datasheet(hardware, model, workload, several)
+        return Datasheet(hardware, model, workload, several=several)
     datasheet = (
-        Datasheet(hardware, model, workload, several)
+        Datasheet(hardware, model, workload, several=several)
         if workload.dtype in hardware.peak_tflops
         else None
     )

@@ -132,6 +132,7 @@ class Datasheet(EstimatedCosts):
         hardware: HardwareSpec,
         model: ModelSpec,
         workload: Workload,
+        *,
         several: SeveralGpus | None = None,
     ) -> None:
         """`several` has the rates of collectives, if they were measured."""
@@ -407,22 +408,25 @@ class Datasheet(EstimatedCosts):
         collective, and the pieces that are sent are copied first.
         """
         rate = self._collective_rate(op.kind)
-        if op.kind != "exchange_gradients":
-            return math.ceil(rate.latency_ns + op.bytes / rate.gb_per_s)
-        width = 4 if self.workload.sum_group > 1 else DTYPE_BYTES[self.workload.dtype]
-        part, sources = width * op.parameters, exchanged(op)
-        parts = sources + op.bytes // part
-        adding = any(name in op.reads for name in op.writes)
-        added = parts * part + (1 + adding) * 4 * op.parameters
-        copied = 2 * parts * part if pieces(op) > 1 else 0
-        device = self.hardware.device_gb_per_s
-        # how much longer a byte of the sum takes than a byte of a copy
-        slower = device / self.several.sum_gb_per_s if self.several else 1.0
+        added, times = 0.0, 1
+        if op.kind == "exchange_gradients":
+            width = 4 if self.workload.sum_group > 1 else DTYPE_BYTES[self.workload.dtype]
+            part, sources = width * op.parameters, exchanged(op)
+            parts = sources + op.bytes // part
+            adding = any(name in op.reads for name in op.writes)
+            added = self._sum_slowdown * (parts * part + (1 + adding) * 4 * op.parameters)
+            times = sources * pieces(op)
+            added += 2 * parts * part if pieces(op) > 1 else 0
         return math.ceil(
-            sources * pieces(op) * rate.latency_ns
+            times * rate.latency_ns
             + op.bytes / rate.gb_per_s
-            + (added * slower + copied) / device
+            + added / self.hardware.device_gb_per_s
         )
+
+    @property
+    def _sum_slowdown(self) -> float:
+        """How much longer a byte of the sum of gradients takes than a byte of a copy."""
+        return self.hardware.device_gb_per_s / self.several.sum_gb_per_s if self.several else 1.0
 
     def _collective_rate(self, kind: str) -> CollectiveRate:
         """Returns the rate of collectives of `kind`: measured, or of the machine."""

@@ -33,8 +33,6 @@ from megatrain.simulator.schedule import Op
 DMA_GB_PER_S = 175.0
 """Rate of all copies of four H200 in one host with 64 cores, both directions together. Measured on
 2026-11-21."""
-
-
 _SATURATED = 0.95
 """Links that keep a smaller share of the rate of one GPU are limited by what they share."""
 _OTHER = {"h2d": "d2h", "d2h": "h2d"}

@@ -9,8 +9,7 @@ a 7B model over NVLink, and far more over PCIe. The memory that it needs on each
 the plan for one GPU does not leave it free, the estimate is that of the best plan that does.
 
 The links share the host's DRAM (`costs/several_gpus.py`), or have the rates at which several GPUs
-were measured. NUMA and additional CPU cores are not
-modelled.
+were measured. NUMA and additional CPU cores are not modelled.
 """
 
 from __future__ import annotations
