@@ -45,7 +45,8 @@ def default_device() -> torch.device:
             "ranks: GPUs",
             found=found,
             allowed=f"{needed}, one for each process that torchrun has started on this host",
-            fix="make a plan for as many GPUs as there are, or pass --device cpu",
+            fix="start as many processes as there are GPUs, with a plan for as many if there is"
+            " one, or pass --device cpu",
         )
     torch.cuda.set_device(number)
     return torch.device("cuda", number)

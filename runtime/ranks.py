@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import torch
@@ -57,6 +57,13 @@ _all_gather: Callable[..., object] = (
 
 class RankLost(RunError):
     """Another rank has ended or does not answer. The text names the rank, the op and the lane."""
+
+
+class WithoutPlan(NamedTuple):
+    """The ranks of one host that do not execute a plan, such as those that measure the GPUs."""
+
+    gpus: int
+    """Number of ranks, one for each GPU."""
 
 
 class Ranks:
@@ -400,7 +407,7 @@ def started_ranks() -> int:
     return torchrun_variable("WORLD_SIZE", default=1, least=1)
 
 
-def check_started(plan: Plan) -> None:
+def check_started(plan: Plan | WithoutPlan) -> None:
     """Raises UserError if the number of ranks that torchrun started is not the number of GPUs of
     `plan`.
     """
@@ -416,16 +423,20 @@ def check_started(plan: Plan) -> None:
         )
 
 
-def identity(plan: Plan, *more: object) -> str:
+def identity(plan: Plan | WithoutPlan, *more: object) -> str:
     """Returns a digest of `more` and of the fields of `plan` that decide what a step computes."""
-    blank = msgspec.structs.replace(plan, hardware="", source="", prediction=None)
+    blank = (
+        msgspec.structs.replace(plan, hardware="", source="", prediction=None)
+        if isinstance(plan, Plan)
+        else plan
+    )
     text = msgspec.json.encode([blank, str(torch.__version__), *map(repr, more)])
     return hashlib.sha256(text).hexdigest()[:16]
 
 
 @contextlib.contextmanager
 def joined(
-    plan: Plan, device: torch.device, *more: object, timeout_s: float | None = None
+    plan: Plan | WithoutPlan, device: torch.device, *more: object, timeout_s: float | None = None
 ) -> Iterator[Ranks | None]:
     """Joins the ranks of `plan` for the duration of the block. Yields None if the plan is for one
     GPU.
@@ -433,7 +444,7 @@ def joined(
     If the block raises an error, the other ranks are notified, and their next collective fails.
 
     Args:
-        plan: The plan, which must be the same on all ranks.
+        plan: The plan, which must be the same on all ranks, or the number of ranks.
         device: The device with the tensors of collectives: the CPU or this rank's GPU.
         *more: Other values that must be the same on all ranks, such as settings and seed.
         timeout_s: Seconds that a rank waits for the others at the start and in a collective of a
@@ -480,7 +491,8 @@ def joined(
             ranks.meet()
             # every rank has opened it, and now a rank that is killed leaves no file
             file.unlink()
-            ranks.agree("plan", identity(plan, *more))
+            what = "plan" if isinstance(plan, Plan) else "settings"
+            ranks.agree(what, identity(plan, *more))
             yield ranks
         except BaseException as error:
             ranks.stopping(error)

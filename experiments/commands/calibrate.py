@@ -1,7 +1,8 @@
 """Measure this machine, and write a hardware file for predictions.
 
 The command measures the link, the layers of models, the optimizer, and how much these slow each
-other down, at several batch sizes and sequence lengths.
+other down, at several batch sizes and sequence lengths. With --several, it measures what several
+GPUs do to each other.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatrain.experiments.cli import file_arguments, options
+from megatrain.experiments.cli import file_arguments, options, several_gpus
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.model.state_format import EXACT
 
@@ -106,6 +107,15 @@ def describe(parser: argparse.ArgumentParser) -> None:
             " machine's speed changed between the two"
         ),
     )
+    parser.add_argument(
+        "--several",
+        metavar="HARDWARE",
+        help=(
+            "measure what several GPUs do to each other, and write this machine with these"
+            " measurements to --out: a hardware file that was calibrated on one GPU, or a name in"
+            " the library. torchrun starts a process for each GPU, and no layers are measured"
+        ),
+    )
     options.add_workload(parser)
     parser.set_defaults(batch=None, seq=None, dtype=None)  # each default set has its own values
     for action in parser._actions:
@@ -121,6 +131,11 @@ def run(args: argparse.Namespace) -> int:
     from megatrain.simulator.hardware.machine import HardwareSpec
     from megatrain.simulator.model.specs import ModelSpec
 
+    if args.several is not None:
+        parser = options.OneLineParser()
+        describe(parser)
+        return several_gpus.run(args, parser)
+    several_gpus.refuse_ranks()
     file_arguments.check_new_file(args.out, "--out")
     options.refuse_missing_gpu(args)
     if args.share:

@@ -26,6 +26,8 @@ _SHARED = """A machine, measured by `megatrain calibrate --share`. 1 GB is 10^9 
 The file has no name of a person or a host, and no path. In ~/.config/megatrain/machines, or in the
 folder that MEGATRAIN_MACHINES names, it replaces the library's estimates of the machine with this
 GPU."""
+_TOGETHER = """A machine, with measurements of several of its GPUs together by `{command}`.
+1 GB is 10^9 bytes, and 1 ns is 10^-9 s. `source` says where all other numbers come from."""
 _CORRECTED = (
     """The machine of a plan, corrected by `{command}`, which measured the operations of a run."""
 )
@@ -37,6 +39,16 @@ _COMMENTS = {
     "h2d_curve": "[bytes of a copy, GB/s], to the device (h2d) and to the host (d2h)",
     "duplex_curve": "[bytes of a copy, GB/s of each direction while both are busy]",
     "peak_tflops": "Speed of a large matrix product in 10^12 FLOP/s, by dtype.",
+    "several": (
+        "What several GPUs do to each other while all of them work, for the slowest GPU.\n"
+        "h2d and d2h: copies of copy_bytes over the link of each GPU, in one or both directions.\n"
+        "gather and exchange: all-gathers of weights and all-to-alls of gradients take latency_ns\n"
+        "plus the received bytes / gb_per_s. sum_gb_per_s: the sum of received gradients.\n"
+        "compute_beside: the share of its speed that compute keeps. wait: how much longer a\n"
+        "kernel takes beside compute, relative to the longest matrix product.\n"
+        "several.spread: interquartile range divided by the median. For gather and exchange, it\n"
+        "is at least the largest relative difference of a measured time from the formula."
+    ),
     "costs": (
         "Durations of measured operations, which are used instead of the rates above.\n"
         "process_bytes: host memory of a process besides its pools.\n"
@@ -105,7 +117,7 @@ def write_hardware(path: Path, hardware: HardwareSpec, command: str) -> None:
     content = _without_empty({"name": hardware.name, "source": hardware.source, **plain})
     if "costs" in content:
         content["costs"] = _without_empty(content["costs"])
-    heading = _CORRECTED if hardware.corrections else _HEADING
+    heading = _CORRECTED if hardware.corrections else _HEADING if hardware.costs else _TOGETHER
     write_toml(path, content, heading.format(command=command), _COMMENTS)
 
 

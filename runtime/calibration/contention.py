@@ -17,7 +17,7 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -139,21 +139,30 @@ def kept(speeds: Speeds, spreads: Mapping[str, float]) -> dict[str, dict[str, fl
 
 
 def run_together(
-    work: Mapping[str, Work], threads: dict[str, int], device: torch.device, windows: int = 1
+    work: Mapping[str, Work],
+    threads: dict[str, int],
+    device: torch.device,
+    windows: int = 1,
+    counts: Mapping[str, int] | None = None,
 ) -> dict[str, LaneRates]:
     """Runs the work of all lanes together, and returns the rates of each lane.
 
     Work counts from the time at which all lanes run until the first of them stops. If the work of a
-    lane raises an exception, all lanes are stopped and the exception is raised here.
+    lane raises an exception, all lanes are stopped and the exception is raised here. A lane with a
+    count runs all of its units even then, because other processes may wait for them.
 
     Args:
         work: Lane -> a unit of its work.
         threads: Lane -> the number of threads that its work may use.
         device: The device of the lanes that have a stream.
         windows: The number of windows of half a second.
+        counts: Lane -> the number of its units of work, at least 5. Such a lane begins when all
+            other lanes run, and they stop when it has ended. `windows` is then not used.
     """
-    counts: dict[str, list[float]] = {lane: [] for lane in work}
-    stop, failures = threading.Event(), list[BaseException]()
+    ended: dict[str, list[float]] = {lane: [] for lane in work}
+    fixed = counts or {}
+    others = [stamps for lane, stamps in ended.items() if lane not in fixed]
+    ready, stop, failures = threading.Event(), threading.Event(), list[BaseException]()
 
     def serve(lane: str) -> None:
         try:
@@ -170,24 +179,35 @@ def run_together(
         if stream is not None:
             torch.cuda.set_stream(stream)
         begun: deque[torch.cuda.Event] = deque()
-        while not stop.is_set():
+        if lane in fixed:
+            ready.wait()
+        for _ in range(fixed[lane]) if lane in fixed else itertools.count():
+            if stop.is_set() and lane not in fixed:
+                break
             work[lane]()
             if stream is not None:
                 begun.append(stream.record_event())
                 if len(begun) > _AHEAD:
                     begun.popleft().synchronize()
-            counts[lane].append(time.perf_counter())
+            ended[lane].append(time.perf_counter())
+
+    def wait(enough: Callable[[], bool]) -> None:
+        while not stop.is_set() and not enough():
+            time.sleep(0.005)
 
     workers = [threading.Thread(target=serve, args=(lane,)) for lane in work]
     try:
         for worker in workers:
             worker.start()
-        while not stop.is_set() and not all(len(stamps) >= 2 for stamps in counts.values()):
-            time.sleep(0.005)
-        stop.wait(windows * _WINDOW_SECONDS)
-        while not stop.is_set() and not all(len(stamps) >= 5 for stamps in counts.values()):
-            time.sleep(0.005)
+        wait(lambda: all(len(stamps) >= 2 for stamps in others))
+        ready.set()
+        if fixed:
+            wait(lambda: all(len(ended[lane]) >= count for lane, count in fixed.items()))
+        else:
+            stop.wait(windows * _WINDOW_SECONDS)
+        wait(lambda: all(len(stamps) >= 5 for stamps in ended.values()))
     finally:  # also after Ctrl-C
+        ready.set()
         stop.set()
         for worker in workers:
             if worker.is_alive():
@@ -195,10 +215,10 @@ def run_together(
     if failures:
         raise failures[0]
     begin, end = (
-        max(stamps[1] for stamps in counts.values()),
-        min(stamps[-1] for stamps in counts.values()),
+        max(stamps[1] for stamps in ended.values()),
+        min(stamps[-1] for stamps in ended.values()),
     )
-    return {lane: _rates(stamps, begin, end) for lane, stamps in counts.items()}
+    return {lane: _rates(stamps, begin, end) for lane, stamps in ended.items()}
 
 
 def _rates(stamps: list[float], begin: float, end: float) -> LaneRates:

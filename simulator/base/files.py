@@ -243,7 +243,7 @@ def write_toml(
     text = tomli_w.dumps(_without_none(msgspec.to_builtins(value)))
     text = _PAIR.sub(r"[\1, \2]", text)
     for name, comment in (comments or {}).items():
-        if line := re.search(rf"^\[?{re.escape(name)}[\] .]", text, re.MULTILINE):
+        if line := re.search(rf"^\[{{0,2}}{re.escape(name)}[\] .]", text, re.MULTILINE):
             text = text[: line.start()] + _commented(comment) + text[line.start() :]
     write_text(path, _commented(heading) + text)
 

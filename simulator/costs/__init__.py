@@ -17,9 +17,9 @@ from megatrain.simulator.costs.datasheet import Datasheet, fp8_speed
 from megatrain.simulator.costs.elementwise import Elementwise
 from megatrain.simulator.costs.protocol import CostModel, EstimatedCosts
 from megatrain.simulator.costs.replayed import Replayed
-from megatrain.simulator.costs.scaled import ScaledCosts
-from megatrain.simulator.costs.several_gpus import link_share
+from megatrain.simulator.costs.several_gpus import OneOfSeveral, link_share
 from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.hardware.several_gpus import SeveralGpus
 from megatrain.simulator.model.optimizer import find
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
@@ -47,7 +47,8 @@ def cost_model(
     If `hardware.cost_model` names a cost model, it is used. Otherwise it is `Calibrated` if the
     machine was measured, and `Datasheet` if not. Its durations are multiplied by
     `hardware.corrections`, if there are any. With several `gpus`, copies are slower, because the
-    GPUs share the host's memory.
+    GPUs share the host's memory. If several GPUs were measured (`HardwareSpec.several`), copies and
+    collectives have the measured rates.
 
     Raises UserError if a cost model from outside the package is not found or fails, or if the
     workload has fp8 products and the machine does not.
@@ -58,14 +59,14 @@ def cost_model(
 
 def _made(hardware: HardwareSpec, model: ModelSpec, workload: Workload, gpus: int) -> CostModel:
     """Returns what `cost_model` returns, made anew."""
-    costs = _uncorrected(hardware, model, workload)
+    measured = hardware.measured_together(gpus)
+    costs = _uncorrected(hardware, model, workload, measured)
     if hardware.corrections:
         costs = Corrected(costs, hardware.corrections)
     if gpus == 1:
         return costs
-    links = link_share(hardware, gpus)
-    slower = {"h2d": links.slower, "d2h": links.slower}
-    return ScaledCosts(costs, lambda op: op, slower, links.both_slower)
+    exact = measured if measured and measured.gpus == gpus else None
+    return OneOfSeveral(costs, link_share(hardware, gpus), exact)
 
 
 _shared = functools.lru_cache(maxsize=8)(_made)
@@ -73,17 +74,23 @@ _shared = functools.lru_cache(maxsize=8)(_made)
 know about plans."""
 
 
-def _uncorrected(hardware: HardwareSpec, model: ModelSpec, workload: Workload) -> CostModel:
-    """Returns the cost model without `hardware.corrections`."""
+def _uncorrected(
+    hardware: HardwareSpec, model: ModelSpec, workload: Workload, several: SeveralGpus | None
+) -> CostModel:
+    """Returns the cost model without `hardware.corrections` and the sharing of links. `several` has
+    the collectives of several GPUs, if they were measured.
+    """
     if workload.fp8:
         fp8_speed(hardware)
     if hardware.cost_model:
         return _from_outside(hardware, model, workload)
     table = hardware.costs
     if table is None:
-        return Datasheet(hardware, model, workload)
+        return Datasheet(hardware, model, workload, several=several)
     datasheet = (
-        Datasheet(hardware, model, workload) if workload.dtype in hardware.peak_tflops else None
+        Datasheet(hardware, model, workload, several=several)
+        if workload.dtype in hardware.peak_tflops
+        else None
     )
     sharing = ContentionModel(
         table.contention,
@@ -92,6 +99,7 @@ def _uncorrected(hardware: HardwareSpec, model: ModelSpec, workload: Workload) -
         table.turns or hardware.turns,
         high_priority=find(workload.optimizer).by_tensor,
         product_ns=datasheet.product_ns if datasheet else 0.0,
+        several=several,
     )
     return Calibrated(table, datasheet, sharing, Elementwise(model, workload, hardware.cores))
 

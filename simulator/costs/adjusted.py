@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from megatrain.simulator.costs.calibrated import Calibrated
 from megatrain.simulator.costs.protocol import CostModel
 from megatrain.simulator.costs.scaled import ScaledCosts
+from megatrain.simulator.costs.several_gpus import OneOfSeveral
 from megatrain.simulator.schedule import Op
 
 
@@ -50,15 +51,20 @@ class WithinSpread(ScaledCosts):
     `uncertainty`.
     """
 
-    def __init__(self, costs: Calibrated, uncertainty: float, *, longer: bool) -> None:
+    def __init__(
+        self, costs: Calibrated | OneOfSeveral, uncertainty: float, *, longer: bool
+    ) -> None:
         """`uncertainty` is a fraction of the duration, as in `HardwareSpec.uncertainty`. With
-        `longer`, durations are multiplied by 1 + spread, otherwise divided by it.
+        `longer`, durations are multiplied by 1 + spread, otherwise divided by it. `costs` of one of
+        several GPUs must have a `calibration`.
         """
         super().__init__(costs, lambda op: op)
         self._calibrated, self._uncertainty, self._longer = costs, uncertainty, longer
 
         self._host: float | None = None
-        if factors := costs.table.host_factors:
+        one = costs if isinstance(costs, Calibrated) else costs.calibration
+        assert one is not None
+        if factors := one.table.host_factors:
             place = max((len(factors) + 1) // 20, 1)
             end = factors[-place] if longer else factors[place - 1]
             self._host = end / statistics.fmean(factors)

@@ -106,7 +106,8 @@ class Calibrated(ContendedCosts):
     """Durations from a CostTable.
 
     The passes of other systems and the collectives of several GPUs are not measured op by op. Their
-    durations come from `datasheet`, and are flagged as extrapolated. The same holds for
+    durations come from `datasheet`, and are flagged as extrapolated, except collectives whose rates
+    were measured (`HardwareSpec.several`). The same holds for
     `update_ratios` and `encode_gradients` if the table does not have them, and for updates that
     multiply matrices.
     """
@@ -176,7 +177,8 @@ class Calibrated(ContendedCosts):
             )
         )
         if unmeasured and self._datasheet is not None:
-            return self._datasheet.duration_ns(op), True
+            known = kind in EXCHANGE_KINDS and self._datasheet.several is not None
+            return self._datasheet.duration_ns(op), not known
         size = op.shape or (op.bytes if kind in COPY_KINDS else op.parameters)
         key = (
             (kind, op.lane, op.adds, size)

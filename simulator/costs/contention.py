@@ -10,7 +10,8 @@ its full speed. Three effects are combined:
 2. Turns. If the machine has a KernelInterleaving, it says how compute shares the device with
    updates and collectives. The shorter their kernels are, the larger is the share of the time that
    they wait. The longer the matrix products of a layer are, the longer is the wait. An op of high
-   priority takes the whole device, and compute waits.
+   priority takes the whole device, and compute waits. If several GPUs were measured together, their
+   SeveralGpus says how compute and collectives share the device.
 3. Host DRAM. At full speed, the traffic of the cores is the bytes that they read and write, and the
    traffic of a copy is its bytes times `h2d_cost` or `d2h_cost`. If the traffic at the rates that
    follow from the pairs is more than the machine's `gb_per_s`, the lanes share the bandwidth by
@@ -30,6 +31,7 @@ from typing import NamedTuple
 
 from megatrain.simulator.hardware.cost_table import HostMemorySpec, KernelInterleaving
 from megatrain.simulator.hardware.limits import DRAM_LANES
+from megatrain.simulator.hardware.several_gpus import SeveralGpus
 
 PARTS = 1_000_000
 """Full speed, in millionths. A rate is between 1 and this."""
@@ -69,6 +71,8 @@ class Demand(NamedTuple):
     the pair is used."""
     high_priority: bool = False
     """Whether compute waits while the op runs (`Op.high_priority`)."""
+    held: int = 0
+    """For a collective: the speed that compute loses to it, in millionths."""
 
 
 class ContentionModel:
@@ -83,6 +87,7 @@ class ContentionModel:
         *,
         high_priority: bool = False,
         product_ns: float = 0.0,
+        several: SeveralGpus | None = None,
     ) -> None:
         """Makes the sharing of one machine.
 
@@ -96,6 +101,8 @@ class ContentionModel:
             high_priority: whether schedules have ops of high priority.
             product_ns: the time of the longest matrix product of a layer. If products are long,
                 kernels of other lanes wait longer than `turns` says (`_SHARE`).
+            several: what was measured of compute beside collectives. It replaces `turns` and the
+                constants for collectives.
         """
         dram = (
             {("h2d", "cpu"), ("cpu", "h2d"), ("d2h", "cpu"), ("cpu", "d2h")}
@@ -123,6 +130,7 @@ class ContentionModel:
         )
         self._turns, self._high_priority = turns, high_priority
         self._product_ns = round(product_ns)
+        self._several = several
         self._duplex = [(size, size / rate) for size, rate in duplex_curve]  # (bytes, ns)
         self._rates: dict[tuple[Demand, ...], tuple[int, ...]] = {}
         """The results of `rates` so far. They are cached, because a search asks for the same rates
@@ -166,8 +174,9 @@ class ContentionModel:
         if self._duplex and lane in _OTHER and size:
             duplex = min(max(round(PARTS * duration_ns / self._duplex_ns(size)), 1), PARTS)
         turn = self._turn(lane, kind, duration_ns, kernels)
+        held = self._held(kind) if turn and lane == "exchange" else 0
         return (
-            Demand(lane, traffic, duplex, turn, high_priority)
+            Demand(lane, traffic, duplex, turn, high_priority, held)
             if traffic
             or duplex
             or turn
@@ -178,13 +187,27 @@ class ContentionModel:
 
     def _turn(self, lane: str, kind: str, duration_ns: int, kernels: int) -> int:
         """Returns the field `turn` of an op's demand."""
-        if self._turns is None or lane not in ("compute", "update", "exchange"):
+        if lane == "exchange" and self._several:
+            return self._beside(duration_ns, kernels * self._several.wait(kind) * self._product_ns)
+        if lane not in ("compute", "update", "exchange"):
             return 0
+        if self._turns is None:
+            # Compute loses speed to a collective that was measured, and nothing to an update.
+            return int(lane == "compute" and self._several is not None)
         if lane != "compute":
             wait = max(self._turns.wait_ns, round(_SHARE.get(kind, _USUAL) * self._product_ns))
-            return max(PARTS * duration_ns // (duration_ns + kernels * wait), 1)
+            return self._beside(duration_ns, kernels * wait)
         loss = self._turns.backward_loss if kind == "backward" else self._turns.forward_loss
         return max(round(PARTS * loss), 1)  # other lanes wait even if compute loses nothing
+
+    @staticmethod
+    def _beside(duration_ns: int, wait_ns: float) -> int:
+        """Returns the rate of an op that takes `wait_ns` longer beside compute."""
+        return max(PARTS * duration_ns // (duration_ns + round(wait_ns)), 1)
+
+    def _held(self, kind: str) -> int:
+        """Returns the field `held` of the demand of a collective of `kind`."""
+        return round(PARTS * (1 - self._several.compute_beside(kind))) if self._several else _HELD
 
     def _duplex_ns(self, size: int) -> float:
         """Returns the time in ns of a copy of `size` bytes while the other direction is busy. It is
@@ -235,7 +258,7 @@ class ContentionModel:
             own = demand.duplex if other.lane == _OTHER.get(demand.lane) else 0
             if demand.turn and other.turn:
                 if demand.lane == "compute" and other.lane == "exchange":
-                    own = PARTS - _HELD
+                    own = PARTS - other.held
                 elif demand.lane == "compute" != other.lane:
                     own = PARTS - demand.turn * other.turn // PARTS
                 elif other.lane == "compute" != demand.lane:

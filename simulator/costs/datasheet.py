@@ -10,7 +10,7 @@
       + traffic share x moved bytes / device rate
 
 * Collectives among GPUs: latency + bytes received / rate between GPUs, and the sum of gradients.
-  The SMs that collectives take from compute are not modelled.
+  If several GPUs were measured together, latency and rates are those of the measurement.
 * Other ops: bytes or parameters divided by a rate. The matrix products of an update take their
   FLOPs divided by the rate of linear layers in bf16. On the host, the time of another optimizer's
   update is that of AdamW, scaled by the bytes that both move.
@@ -53,6 +53,7 @@ from megatrain.simulator.hardware.cost_table import (
     CostTable,
 )
 from megatrain.simulator.hardware.machine import AttentionRate, HardwareSpec
+from megatrain.simulator.hardware.several_gpus import CollectiveRate, SeveralGpus
 from megatrain.simulator.model.attention_masks import document_attention
 from megatrain.simulator.model.families import UNFUSED_ATTENTION
 from megatrain.simulator.model.layer import DTYPE_BYTES
@@ -126,8 +127,17 @@ class Datasheet(EstimatedCosts):
 
     dispatch_ns: Mapping[str, int]
 
-    def __init__(self, hardware: HardwareSpec, model: ModelSpec, workload: Workload) -> None:
+    def __init__(
+        self,
+        hardware: HardwareSpec,
+        model: ModelSpec,
+        workload: Workload,
+        *,
+        several: SeveralGpus | None = None,
+    ) -> None:
+        """`several` has the rates of collectives, if they were measured."""
         self.hardware, self.model, self.workload = hardware, model, workload
+        self.several = several
         if workload.dtype not in hardware.peak_tflops:
             raise UserError(
                 f"hardware {hardware.name}: peak_tflops",
@@ -153,6 +163,7 @@ class Datasheet(EstimatedCosts):
             hardware.turns,
             high_priority=find(workload.optimizer).by_tensor,
             product_ns=self.product_ns,
+            several=several,
         )
         self._elementwise = Elementwise(model, workload, hardware.cores)
         self.dispatch_ns = hardware.dispatch_ns
@@ -393,26 +404,37 @@ class Datasheet(EstimatedCosts):
     def _exchange_ns(self, op: Op) -> int:
         """Returns the time of a collective in ns: of receiving the bytes and, for gradients, of
         adding them. One kernel reads each part once and writes the fp32 sum. It also reads the sum
-        if the op adds to it. If the parts are exchanged in pieces, each piece has the latency of
-        the link, and the pieces that are sent are copied first.
+        if the op adds to it. If the parts are exchanged in pieces, each piece has the latency of a
+        collective, and the pieces that are sent are copied first.
         """
-        peer = self.hardware.peer_gb_per_s or min(
-            self.hardware.h2d_gb_per_s, self.hardware.d2h_gb_per_s
-        )
-        added, times = 0, 1
+        rate = self._collective_rate(op.kind)
+        added, times = 0.0, 1
         if op.kind == "exchange_gradients":
             width = 4 if self.workload.sum_group > 1 else DTYPE_BYTES[self.workload.dtype]
             part, sources = width * op.parameters, exchanged(op)
             parts = sources + op.bytes // part
             adding = any(name in op.reads for name in op.writes)
-            added = parts * part + (1 + adding) * 4 * op.parameters
+            added = self._sum_slowdown * (parts * part + (1 + adding) * 4 * op.parameters)
             times = sources * pieces(op)
             added += 2 * parts * part if pieces(op) > 1 else 0
         return math.ceil(
-            times * self.hardware.link_latency_ns
-            + op.bytes / peer
+            times * rate.latency_ns
+            + op.bytes / rate.gb_per_s
             + added / self.hardware.device_gb_per_s
         )
+
+    @property
+    def _sum_slowdown(self) -> float:
+        """How much longer a byte of the sum of gradients takes than a byte of a copy."""
+        return self.hardware.device_gb_per_s / self.several.sum_gb_per_s if self.several else 1.0
+
+    def _collective_rate(self, kind: str) -> CollectiveRate:
+        """Returns the rate of collectives of `kind`: measured, or of the machine."""
+        if self.several:
+            return self.several.exchange if kind == "exchange_gradients" else self.several.gather
+        hardware = self.hardware
+        peer = hardware.peer_gb_per_s or min(hardware.h2d_gb_per_s, hardware.d2h_gb_per_s)
+        return CollectiveRate(latency_ns=hardware.link_latency_ns, gb_per_s=peer)
 
     def products_ns(self, op: Op) -> int:
         """Returns the time of an update's matrix products in ns, from their FLOPs."""

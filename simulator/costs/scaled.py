@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from megatrain.simulator.costs.contention import Demand
+from megatrain.simulator.costs.contention import PARTS, Demand
 from megatrain.simulator.costs.protocol import CostModel
 from megatrain.simulator.hardware.cost_table import Workspace
 from megatrain.simulator.model.specs import ModelSpec
@@ -26,7 +26,7 @@ class ScaledCosts:
         costs: CostModel,
         change: Callable[[Op], Op],
         slower: Mapping[str, float] | None = None,
-        both_slower: float = 1.0,
+        both_slower: Mapping[str, float] | None = None,
     ) -> None:
         """Makes the cost model.
 
@@ -34,14 +34,14 @@ class ScaledCosts:
             costs: The cost model to change.
             change: Returns the op whose cost is used instead of an op's own.
             slower: Lane -> factor on the time of its ops. A missing lane has the factor 1.
-            both_slower: Additional factor on the time of copies while both directions of the link
-                are busy.
+            both_slower: Lane -> additional factor on the time of its copies while both directions
+                of the link are busy. A missing lane has the factor 1.
         """
         self.costs, self.change, self.slower, self.both_slower = (
             costs,
             change,
             slower or {},
-            both_slower,
+            both_slower or {},
         )
         self.dispatch_ns, self.step_overhead_ns, self.process_bytes = (
             costs.dispatch_ns,
@@ -65,10 +65,10 @@ class ScaledCosts:
 
     def rates(self, busy: tuple[Demand, ...]) -> tuple[int, ...]:
         rates = self.costs.rates(busy)
-        if self.both_slower == 1 or not {"h2d", "d2h"} <= {demand.lane for demand in busy}:
+        if not self.both_slower or not {"h2d", "d2h"} <= {demand.lane for demand in busy}:
             return rates
         return tuple(
-            max(round(rate / self.both_slower), 1) if demand.lane in ("h2d", "d2h") else rate
+            min(max(round(rate / self.both_slower.get(demand.lane, 1.0)), 1), PARTS)
             for demand, rate in zip(busy, rates, strict=True)
         )
 

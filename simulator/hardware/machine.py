@@ -1,8 +1,8 @@
 """HardwareSpec: a machine, from its datasheet or as measured (`cost_table.py`).
 
 It describes one GPU, its link and its host: rates, memory sizes, and how much busy lanes slow each
-other down. It does not describe several GPUs, NUMA nodes, disks, temperature, or the time that a
-kernel launch takes.
+other down. `several` has what several GPUs of the host do to each other, if that was measured. NUMA
+nodes, disks, temperature, and the time that a kernel launch takes are not described.
 
 While other lanes are busy, a lane runs at this share of its full speed:
 
@@ -35,6 +35,7 @@ from megatrain.simulator.hardware.limits import (
     within,
 )
 from megatrain.simulator.hardware.rates import Rates
+from megatrain.simulator.hardware.several_gpus import SeveralGpus, check_measured_counts, nearest
 from megatrain.simulator.hardware.shared import SharedMachine, machines_folder, shared_machines
 from megatrain.simulator.schedule import LANES
 
@@ -106,6 +107,9 @@ class HardwareSpec(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """GPU memory that NCCL keeps on each of two GPUs, in bytes."""
     collective_peer_bytes: int = 0
     """GPU memory that NCCL keeps on each GPU for each GPU beyond the second, in bytes."""
+    several: tuple[SeveralGpus, ...] = ()
+    """Measurements of several GPUs of this host at the same time, one for each number of GPUs, in
+    ascending order. They are used instead of `peer_gb_per_s`, `collective_bytes` and constants."""
     uncertainty: float = 0.25
     """Fraction by which a step predicted from these rates may be longer or shorter: 0.10 if link
     and layers were measured, 0.25 for a datasheet."""
@@ -177,6 +181,7 @@ class HardwareSpec(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True)
                 )
         check_lanes(where, self.contention, self.dispatch_ns)
         at_least(f"{where}: step_overhead_ns", self.step_overhead_ns, 0)
+        check_measured_counts(f"{where}: several", self.several)
         for key, factor in self.corrections.items():
             refuse_unknown(f"{where}: corrections.{key}", key.rpartition("@")[2], (*LANES, "all"))
             within(f"{where}: corrections.{key}", factor, 1e-9, 1e9)
@@ -283,8 +288,24 @@ class HardwareSpec(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True)
         )
 
     def collectives(self, gpus: int) -> int:
-        """Returns the GPU memory that NCCL keeps on each of `gpus` GPUs, in bytes."""
-        return self.collective_bytes + (gpus - 2) * self.collective_peer_bytes if gpus > 1 else 0
+        """Returns the GPU memory that NCCL keeps on each of `gpus` GPUs, in bytes.
+
+        If another number of GPUs was measured, `collective_peer_bytes` are added or subtracted for
+        each GPU more or less.
+        """
+        if gpus == 1:
+            return 0
+        measured = self.measured_together(gpus)
+        known, size = (
+            (measured.gpus, measured.collective_bytes) if measured else (2, self.collective_bytes)
+        )
+        return max(size + (gpus - known) * self.collective_peer_bytes, 0)
+
+    def measured_together(self, gpus: int) -> SeveralGpus | None:
+        """Returns the measurement that predictions for `gpus` GPUs use, the nearest one of
+        `several`, or None if there is none or `gpus` is 1.
+        """
+        return nearest(self.several, gpus)
 
     def datasheet_tflops(self, dtype: str) -> float | None:
         """Returns the peak of the GPU's matrix products by its datasheet, in 10^12 FLOP/s. None if

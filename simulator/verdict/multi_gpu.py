@@ -8,8 +8,8 @@ updates everything. The all-reduce of gradients is left out. It would take tens 
 a 7B model over NVLink, and far more over PCIe. The memory that it needs on each GPU is counted. If
 the plan for one GPU does not leave it free, the estimate is that of the best plan that does.
 
-The links share the host's DRAM (`costs/several_gpus.py`). NUMA and additional CPU cores are not
-modelled.
+The links share the host's DRAM (`costs/several_gpus.py`), or have the rates at which several GPUs
+were measured. NUMA and additional CPU cores are not modelled.
 """
 
 from __future__ import annotations
@@ -46,10 +46,8 @@ _SHARED = (
     "update_ratios",
 )
 """Kinds of ops whose work is divided equally among the GPUs."""
-_SHARED_NOTE = (
-    "from the schedule of `megatrain plan --gpus`: each owns 1/N of the state; links limited by"
-    " DRAM; measured steps of two and four GPUs took up to 9 % longer"
-)
+_SHARED_NOTE = "from the schedule of `megatrain plan --gpus`: each owns 1/N of the state; "
+_NOT_MEASURED = "links limited by DRAM; measured steps of two and four GPUs took up to 9 % longer"
 
 
 class MultiGpu(msgspec.Struct, frozen=True, kw_only=True):
@@ -152,7 +150,17 @@ def predicted(
         ),
         gb_per_s=links.alone,
         gb_per_s_both=links.together,
-        note=_SHARED_NOTE,
+        note=_shared_note(hardware, gpus),
+    )
+
+
+def _shared_note(hardware: HardwareSpec, gpus: int) -> str:
+    """Returns `MultiGpu.note` of GPUs that share a step."""
+    measured = hardware.measured_together(gpus)
+    return _SHARED_NOTE + (
+        f"{measured.gpus} GPUs were measured together on {measured.date}"
+        if measured
+        else _NOT_MEASURED
     )
 
 
@@ -210,8 +218,7 @@ def estimate(
             op, bytes=-(-op.bytes // gpus), parameters=-(-op.parameters // gpus)
         )
 
-    slower = {"h2d": links.slower, "d2h": links.slower}
-    changed = ScaledCosts(costs, change, slower, links.both_slower)
+    changed = ScaledCosts(costs, change, links.slower, links.both_slower)
     seconds = expected_seconds(schedule, changed)
     speed = gpus * tokens_per_second(plan.workload, seconds)
     # Each GPU has its own process, which also tunes the kernels that it runs.

@@ -21,7 +21,7 @@ from megatrain.simulator.base.units import format_bytes
 from megatrain.simulator.costs import Calibrated, CostModel, cost_model
 from megatrain.simulator.costs.adjusted import WithinSpread
 from megatrain.simulator.costs.datasheet import Datasheet
-from megatrain.simulator.costs.several_gpus import has_own_memory
+from megatrain.simulator.costs.several_gpus import OneOfSeveral, has_own_memory
 from megatrain.simulator.engine.discrete_event import play
 from megatrain.simulator.engine.evaluator import uncontended_makespan_ns
 from megatrain.simulator.engine.exposed import WAITING, exposed_ns, slowed_ns
@@ -140,7 +140,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """Predicted seconds of one step."""
     step_seconds_low: float | None
     """Lower end of the range of the step time. None if the plan does not fit, if the calibration
-    has no spread, or if one GPU was calibrated and the plan is for several."""
+    has no spread, or if the plan is for several GPUs of a calibrated machine and this number was
+    not measured together."""
     step_seconds_high: float | None
     """Upper end of the range of the step time. None if `step_seconds_low` is None."""
     tokens_per_second: float
@@ -201,6 +202,11 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     measured_by_others: str = ""
     """Date on which others measured the machine's rates. Empty if they are estimates, or if the
     machine was calibrated."""
+    gpus_measured: int = 0
+    """For a plan for several GPUs, the number of GPUs that were measured together and whose rates
+    the prediction uses. 0 if no several GPUs were measured."""
+    gpus_measured_date: str = ""
+    """The date of this measurement, or empty."""
     uncertainty: float | None
     """Relative uncertainty of datasheet rates. None if the machine was calibrated."""
     extrapolated: dict[str, int]
@@ -274,6 +280,7 @@ def summarize(
         low, high = step_range(choice.plan, choice.step_seconds, hardware)
     unknown = _unknown_memory(choice, hardware)
     left = plan.device_limit_bytes - account.device_peak_bytes
+    several = hardware.measured_together(plan.gpus)
     verdict = Verdict(
         model=plan.model.name,
         parameters=plan.model.parameters,
@@ -329,6 +336,8 @@ def summarize(
         classes=account.classes,
         calibrated=hardware.costs.date if hardware.costs else "",
         measured_by_others="" if hardware.costs else hardware.measured_by_others,
+        gpus_measured=several.gpus if several else 0,
+        gpus_measured_date=several.date if several else "",
         uncertainty=None if hardware.costs else hardware.uncertainty,
         extrapolated=dict.fromkeys(choice.extrapolated, 0),
         documents=_documents(plan.model, work),
@@ -383,20 +392,22 @@ def step_range(
     Args:
         plan: The plan.
         seconds: Its predicted step time.
-        hardware: The machine. If it was measured but without spreads, or with one GPU for a plan
-            for several, the range is not known, and two times None are returned.
+        hardware: The machine. If it was measured but without spreads, or if the plan is for several
+            GPUs and this number was not measured together, the range is not known, and two times
+            None are returned.
     """
     table = hardware.costs
     if table is None:
         return seconds * (1 - hardware.uncertainty), seconds * (1 + hardware.uncertainty)
-    # The spreads are those of one GPU. They say nothing about collectives, about GPUs that wait for
-    # each other, or about the memory that their links share.
-    if plan.gpus > 1:
-        return None, None
     # The relative range is computed for two groups of micro-batches and used for any number.
     few, group = with_knobs(plan, groups=2), plan.knobs.micro_batch_group
     costs = cost_model(hardware, few.model, few.workload, few.gpus)
-    if not (isinstance(costs, Calibrated) and table.spread):
+    # The spreads of one GPU say nothing about collectives, about GPUs that wait for each other, or
+    # about the memory that their links share.
+    one = costs.calibration if isinstance(costs, OneOfSeveral) else costs
+    if not (isinstance(costs, Calibrated | OneOfSeveral) and isinstance(one, Calibrated)):
+        return None, None
+    if not table.spread:
         return None, None
     schedule = policy_library.lower(few)
     least, most = (
@@ -512,7 +523,7 @@ def train_for(verdict: Verdict, hardware: HardwareSpec, tokens: int) -> Training
         else (verdict.tokens_per_second, 1)
     )
     hours = tokens / speed / 3600
-    unknown = verdict.multi_gpu is not None and hardware.costs is not None  # see `step_range`
+    unknown = verdict.multi_gpu is not None and hardware.costs is not None  # no range of all GPUs
     low, high = (
         None if end is None or unknown else hours * end / verdict.step_seconds
         for end in (verdict.step_seconds_low, verdict.step_seconds_high)

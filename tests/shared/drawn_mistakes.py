@@ -79,6 +79,7 @@ WRONG: dict[str, dict[str, tuple[str, ...]]] = {
         **WORKLOAD,
         "--grid": ("4by16", "0x16", "", "1x99999999", "4x"),
         "--again": (*BAD_FILES, "h200"),
+        "--several": (*BAD_NAMES, *BAD_FILES, "h200"),
         "--device": ("gpu", "cuda:0"),
         "--out": BAD_OUTS[:-1],
     },

@@ -2,7 +2,7 @@
 
 A line has, for each rank, the arguments of its runs, which are executed one after the other, and
 the ports of the runs. A run executes `megatrain.experiments.ranks`, or `megatrain` if its first
-argument is `train`. Each rank prints into a file of its own. Other keys of a line:
+argument is `train` or `calibrate`. Each rank prints into a file of its own. Other keys of a line:
 
 * `folder`: the working directory.
 * `timeout_s`: how long ranks wait for each other in a step.
@@ -33,6 +33,9 @@ from megatrain.experiments.run_report import pictures
 from megatrain.runtime import ranks
 from megatrain.runtime.layers.functional_layers import FunctionalLayers
 from megatrain.runtime.training import trainer  # noqa: F401 - imported before the fork
+
+VERBS = ("train", "calibrate")
+"""Runs of `megatrain` begin with one of these."""
 
 
 def _rank(rank: int, request: dict[str, Any]) -> int:
@@ -73,7 +76,7 @@ def _rank(rank: int, request: dict[str, Any]) -> int:
     statuses = []
     for arguments, port in zip(runs, request["ports"], strict=True):
         os.environ["MASTER_PORT"] = str(port)
-        statuses.append(cli.main(arguments) if arguments[0] == "train" else main(arguments))
+        statuses.append(cli.main(arguments) if arguments[0] in VERBS else main(arguments))
     return max(statuses)
 
 

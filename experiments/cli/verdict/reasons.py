@@ -219,15 +219,22 @@ def _changes(knobs: Knobs | None, verdict: Verdict) -> str:
 
 
 def rates_source(verdict: Verdict) -> str:
-    """Returns the source of the machine's rates. With several GPUs of a calibrated machine, it also
-    says why there is no range.
+    """Returns the source of the machine's rates: of one GPU and, for a plan for several GPUs, of
+    several. For a calibrated machine, it also says if there is no range because this number of GPUs
+    was not measured together.
     """
+    known = verdict.gpus_measured
+    several = f"{known} GPUs together {verdict.gpus_measured_date}" if known else ""
     if verdict.calibrated:
-        one = f" on one GPU, so the range for {verdict.gpus} is not known"
-        return f"measured {verdict.calibrated}{one if verdict.gpus > 1 else ''}"
+        source = f"measured {verdict.calibrated}"
+        if verdict.gpus == 1 or known == verdict.gpus:
+            return f"{source}, and {several}" if several else source
+        measured = f", and {several}" if several else " on one GPU"
+        return f"{source}{measured}, so the range for {verdict.gpus} is not known"
+    several = f"; {several.replace('together', 'measured together')}" if several else ""
     if verdict.measured_by_others:
-        return f"measured {verdict.measured_by_others}, by a file of others"
-    return "from datasheets, not measured"
+        return f"measured {verdict.measured_by_others}, by a file of others{several}"
+    return f"from datasheets{several}" if several else "from datasheets, not measured"
 
 
 def _costs(verdict: Verdict) -> str:

@@ -52,6 +52,7 @@ CALIBRATE = (
     "--out",
     "new.toml",
 )
+SEVERAL = ("calibrate", "--several", "h200", "--device", "cpu", "--out", "new.toml")
 PLAN_FROM = ("plan", "--from", "plan.toml", "--out", "new.toml")
 LONG = "a" * 300
 
@@ -552,6 +553,37 @@ MISTAKES = {
         "rates from a datasheet",
         "`megatrain calibrate` wrote",
         "leave --again out",
+    ),
+    "calibrate several, without torchrun": Mistake(
+        SEVERAL, "1 rank", "2 to 16, one for each GPU", "torchrun --standalone --nproc-per-node 2"
+    ),
+    "calibrate several, with a model": Mistake(
+        (*SEVERAL, "tiny"), "--several as well", "--out and --device only", "leave MODEL out"
+    ),
+    "calibrate several, with an option of one GPU": Mistake(
+        (*SEVERAL, "--grid", "4x16"), "--several as well", "no layers", "leave --grid out"
+    ),
+    "calibrate several, with memory": Mistake(
+        (*SEVERAL, "--host-memory", "1GiB"), "--several as well", "no layers", "--host-memory"
+    ),
+    "calibrate several, plain": Mistake(
+        (*SEVERAL, "--plain-packing"), "--several as well", "no layers", "--plain-packing"
+    ),
+    "calibrate several of no machine": Mistake(
+        (*SEVERAL, "--several", "h20000"), "no such file or machine", "such as h200", "h200"
+    ),
+    "calibrate several of one memory": Mistake(
+        (*SEVERAL, "--several", "dgx-spark"),
+        "one memory for CPU and GPU",
+        "memory of their own",
+        "leave --several out",
+    ),
+    "calibrate several over an earlier file": Mistake(
+        (*SEVERAL, "--out", "hw.toml"),
+        "a file there already",
+        "no measurement is lost",
+        "another one with --out, or remove",
+        hardware(),
     ),
     "run that is missing": Mistake(
         ("compare", "gone"), "no such folder", "megatrain train", "check the path"

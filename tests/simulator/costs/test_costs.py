@@ -465,7 +465,7 @@ def test_costs_with_and_without_documents_predict_each_other_and_are_flagged(
 def test_copies_of_several_gpus_are_slower_while_both_directions_are_busy() -> None:
     hardware, model = HardwareSpec.load("h200"), ModelSpec.load("qwen2.5-3b")
     alone = cost_model(hardware, model, Workload(batch=1, sequence=1024))
-    shared = ScaledCosts(alone, lambda op: op, both_slower=2.0)
+    shared = ScaledCosts(alone, lambda op: op, both_slower={"h2d": 2.0, "d2h": 2.0})
     down, up, compute = Demand("h2d"), Demand("d2h"), Demand("compute")
     for busy in ((down,), (down, compute)):
         assert shared.rates(busy) == alone.rates(busy)
