@@ -177,6 +177,7 @@ def run_together(
             torch.cuda.Stream(device) if device.type == "cuda" and lane in DEVICE_LANES else None
         )
         if stream is not None:
+            torch.cuda.set_device(stream.device)  # a new thread has no CUDA context
             torch.cuda.set_stream(stream)
         begun: deque[torch.cuda.Event] = deque()
         if lane in fixed:
