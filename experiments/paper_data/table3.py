@@ -90,28 +90,31 @@ class Plain:
     With `rounded`, masters are bf16 too, so the part of an update that rounding removes is lost.
     """
 
-    def __init__(self, masters: Masters, *, rounded: bool = False) -> None:
-        self.rounded = rounded
+    def __init__(
+        self, masters: Masters, *, rounded: bool = False, model: ModelSpec = MODEL
+    ) -> None:
+        self.rounded, self.spec = rounded, model
         self.masters = {
             layer: {name: tensor.clone() for name, tensor in tensors.items()}
             for layer, tensors in masters.items()
         }
         self.moments = {
-            layer: {name: torch.zeros(2, *tensor.shape) for name, tensor in tensors.items()}
+            layer: {name: tensor.new_zeros(2, *tensor.shape) for name, tensor in tensors.items()}
             for layer, tensors in masters.items()
         }
-        self.model: Any = AutoModelForCausalLM.from_config(
-            config_of(MODEL), dtype=torch.bfloat16
-        ).train()
+        with next(iter(next(iter(masters.values())).values())).device:
+            self.model: Any = AutoModelForCausalLM.from_config(
+                config_of(model), dtype=torch.bfloat16
+            ).train()
 
     def step(self, batch: Batch, rate: float, number: int) -> float:
         """Runs step `number`, counted from 1, with the learning rate `rate`. Returns its loss."""
         read_masters(self.model, self.masters)
         table = self.model.get_input_embeddings().weight
         # The gradients of a token that occurs several times are summed in fp32.
-        rows = torch.nn.functional.embedding(batch.ids, table.float()).to(table.dtype)
+        ids, labels = batch.ids.to(table.device), batch.labels.to(table.device).flatten()
+        rows = torch.nn.functional.embedding(ids, table.float()).to(table.dtype)
         logits = self.model(inputs_embeds=rows).logits.float().flatten(0, 1)
-        labels = batch.labels.flatten()
         loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
         (loss / labels.numel()).backward()
         gradients = {
@@ -119,7 +122,7 @@ class Plain:
                 tensor.name: self.model.get_parameter(hub_name(layer.name, tensor.name)).grad
                 for tensor in layer.tensors
             }
-            for layer in MODEL.stack.values()
+            for layer in self.spec.stack.values()
         }
         self.model.zero_grad()
         sums = [
@@ -134,7 +137,7 @@ class Plain:
                     ]
                 )
             )
-            for layer in MODEL.stack.values()
+            for layer in self.spec.stack.values()
         ]
         factor, _ = clip_coefficient(sums, SETTINGS.max_norm)
         for layer, tensors in gradients.items():
@@ -175,6 +178,13 @@ def texts() -> tuple[Documents, Documents, Documents, str]:
     library = Path(sysconfig.get_paths()["stdlib"])
     code = b"".join(path.read_bytes() for path in sorted((library / "email").glob("*.py")))
     prose = (library / "pydoc_data" / "topics.py").read_bytes()
+    return *split_text(code, prose), hashlib.sha256(code + prose).hexdigest()[:16]
+
+
+def split_text(code: bytes, prose: bytes) -> tuple[Documents, Documents, Documents]:
+    """Returns the documents for pre-training, for fine-tuning and for evaluation, with bytes as
+    tokens. The last `HELD` bytes of `prose` are held out.
+    """
     first, second, held = (
         Documents(
             tokens=np.frombuffer(text, dtype=np.uint8).astype(np.uint16),
@@ -183,7 +193,7 @@ def texts() -> tuple[Documents, Documents, Documents, str]:
         )
         for text in (code, prose[:-HELD], prose[-HELD:])
     )
-    return first, second, held, hashlib.sha256(code + prose).hexdigest()[:16]
+    return first, second, held
 
 
 def plan_with(policy: str, knobs: Knobs) -> Plan:
@@ -236,11 +246,12 @@ def evaluate(judge: PreTrainedModel, masters: Masters, held: Corpus) -> tuple[fl
     """
     read_masters(judge, masters)
     losses, right = [], []
-    for number in range(1, held.rows // WORK.batch + 1):
+    for number in range(1, held.rows // len(held.step(1)[0].ids) + 1):
         batch: Batch = held.step(number)[0]
-        logits = judge(batch.ids).logits.float().flatten(0, 1)
-        losses.append(float(torch.nn.functional.cross_entropy(logits, batch.labels.flatten())))
-        right.append(float((logits.argmax(-1) == batch.labels.flatten()).float().mean()))
+        ids, labels = batch.ids.to(judge.device), batch.labels.to(judge.device).flatten()
+        logits = judge(ids).logits.float().flatten(0, 1)
+        losses.append(float(torch.nn.functional.cross_entropy(logits, labels)))
+        right.append(float((logits.argmax(-1) == labels).float().mean()))
     return float(np.mean(losses)), float(np.mean(right))
 
 
