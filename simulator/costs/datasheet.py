@@ -10,7 +10,9 @@
       + traffic share x moved bytes / device rate
 
 * Collectives among GPUs: latency + bytes received / rate between GPUs, and the sum of gradients.
-  The SMs that collectives take from compute are not modelled.
+  The SMs that collectives take from compute are not modelled. With several hosts, the bytes that a
+  host receives over the network take their own time (`_network_ns`). The network's use of the
+  host's DRAM and links is not modelled.
 * Other ops: bytes or parameters divided by a rate. The matrix products of an update take their
   FLOPs divided by the rate of linear layers in bf16. On the host, the time of another optimizer's
   update is that of AdamW, scaled by the bytes that both move.
@@ -73,7 +75,7 @@ from megatrain.simulator.schedule import (
     computes_output,
     has_saved_attention,
 )
-from megatrain.simulator.schedule.arithmetic import summed_columns
+from megatrain.simulator.schedule.arithmetic import from_other_hosts, summed_columns
 from megatrain.simulator.schedule.operands import exchanged, pieces
 
 _ADAM_BYTES = 22
@@ -121,13 +123,32 @@ def fp8_speed(hardware: HardwareSpec) -> float:
 
 class Datasheet(EstimatedCosts):
     """Durations from the rates of a HardwareSpec. Raises UserError if the machine has no peak for
-    the workload's dtype.
+    the workload's dtype, or no rate of the network if there are several hosts.
     """
 
     dispatch_ns: Mapping[str, int]
 
-    def __init__(self, hardware: HardwareSpec, model: ModelSpec, workload: Workload) -> None:
+    def __init__(
+        self,
+        hardware: HardwareSpec,
+        model: ModelSpec,
+        workload: Workload,
+        gpus: int = 1,
+        hosts: int = 1,
+    ) -> None:
+        """Makes the cost model. `gpus` is the number of GPUs that exchange data, and `hosts` the
+        number of hosts that have them.
+        """
         self.hardware, self.model, self.workload = hardware, model, workload
+        self._gpus, self._hosts = gpus, hosts
+        if hosts > 1 and hardware.network_gb_per_s is None:
+            raise UserError(
+                f"hardware {hardware.name}: network_gb_per_s",
+                found=f"no rate, and {hosts} hosts",
+                allowed="the GB/s that a host receives from other hosts",
+                fix="pass --network, such as --network 50, or set network=50 in a plan with"
+                " `megatrain plan --from`",
+            )
         if workload.dtype not in hardware.peak_tflops:
             raise UserError(
                 f"hardware {hardware.name}: peak_tflops",
@@ -197,8 +218,8 @@ class Datasheet(EstimatedCosts):
         flops = longest_product_flops(self.model, self.workload, self._fp8_speed)
         return flops / self._linear_flops_per_ns
 
-    def collective_bytes(self, gpus: int) -> int:
-        return self.hardware.collectives(gpus)
+    def collective_bytes(self, gpus: int, hosts: int = 1) -> int:
+        return self.hardware.collectives(gpus, hosts)
 
     def touched_bytes(self, op: Op) -> int:
         return self._elementwise.touched_bytes(op) or 0
@@ -395,6 +416,10 @@ class Datasheet(EstimatedCosts):
         adding them. One kernel reads each part once and writes the fp32 sum. It also reads the sum
         if the op adds to it. If the parts are exchanged in pieces, each piece has the latency of
         the link, and the pieces that are sent are copied first.
+
+        With several hosts, the ranks of a host pass each other what they have gathered from other
+        hosts, so the times of network and links are added. Gradients take both ways at once, so the
+        longer time counts.
         """
         peer = self.hardware.peer_gb_per_s or min(
             self.hardware.h2d_gb_per_s, self.hardware.d2h_gb_per_s
@@ -408,11 +433,27 @@ class Datasheet(EstimatedCosts):
             added = parts * part + (1 + adding) * 4 * op.parameters
             times = sources * pieces(op)
             added += 2 * parts * part if pieces(op) > 1 else 0
+        far = from_other_hosts(op.kind, op.bytes, self._gpus, self._hosts)
+        near_ns = (op.bytes - far) / peer
+        far_ns = self._network_ns(far, times)
+        if op.kind == "exchange_gradients":
+            near_ns, far_ns = max(near_ns, far_ns), 0.0
         return math.ceil(
             times * self.hardware.link_latency_ns
-            + op.bytes / peer
+            + near_ns
+            + far_ns
             + added / self.hardware.device_gb_per_s
         )
+
+    def _network_ns(self, received: int, times: int) -> float:
+        """Returns the time in ns in which each GPU of a host receives `received` bytes over the
+        host's network, in `times` exchanges.
+        """
+        rate = self.hardware.network_gb_per_s
+        if not received or rate is None:
+            return 0.0
+        of_host = received * (self._gpus // self._hosts)
+        return times * self.hardware.network_latency_ns + of_host / rate
 
     def products_ns(self, op: Op) -> int:
         """Returns the time of an update's matrix products in ns, from their FLOPs."""
