@@ -69,6 +69,7 @@ from megatrain.runtime.training.progress import Progress
 from megatrain.runtime.training.resumption import refuse_done_steps, settings_of
 from megatrain.runtime.training.run_folder import RunFolder
 from megatrain.runtime.training.run_lock import RunLock
+from megatrain.runtime.training.shared_folder import refuse_unseen
 from megatrain.runtime.training.stopped_run import command_to_continue, no_checkpoint
 from megatrain.runtime.training.trackers import trackers
 from megatrain.runtime.training.training_run import TrainingRun
@@ -259,7 +260,9 @@ class Trainer(TrainingRun):
         # A virtual machine may report less memory than it can grow to. The plan for a calibrated
         # machine has a better limit.
         self._host_bytes = (
-            None if is_calibrated(origin / self.plan.hardware) else host_bytes() // self.plan.gpus
+            None
+            if is_calibrated(origin / self.plan.hardware)
+            else host_bytes() // self.plan.gpus_per_host
         )
         self.first_step = 1
         self.finished = False
@@ -360,6 +363,8 @@ class Trainer(TrainingRun):
             host_bytes=self._host_bytes,
             device_bytes=device_bytes(self.device),
         )
+        if self._ranks is not None and self.out is not None:
+            refuse_unseen(self.out, self._ranks)
         # Rank 0 goes first: it tidies the run folder, and fills the caches of data and tokens.
         with self._ranks.in_turn() if self._ranks else contextlib.nullcontext():
             data, held_out = self._prepare()
@@ -415,7 +420,7 @@ class Trainer(TrainingRun):
         self._refuse_another_run(self._settings, known=True)
         if note := not_trained(self.folder, self.exported_config):
             self._notes.append(note)
-        free, on_cpu = free_host_bytes() // self.plan.gpus, self.device.type != "cuda"
+        free, on_cpu = free_host_bytes() // self.plan.gpus_per_host, self.device.type != "cuda"
         if note := little_memory_note(self.schedule, free, on_cpu=on_cpu):
             self._notes.append(note)
         return data, held_out

@@ -289,8 +289,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         for field in ("gpus", "hosts"):
             if data[field] == 1:
                 del data[field]
-        if self.network_gb_per_s is None:
-            del data["network_gb_per_s"]
         if self.knobs.micro_batch_group == 1:
             del data["knobs"]["micro_batch_group"]
         for knob in ("rebuild_outputs", "exchange_bytes"):
