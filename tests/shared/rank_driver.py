@@ -5,6 +5,8 @@ the ports of the runs. A run executes `megatrain.experiments.ranks`, or `megatra
 argument is `train`. Each rank prints into a file of its own. Other keys of a line:
 
 * `folder`: the working directory.
+* `folders`: the working directory of each rank.
+* `appears_within_s`: how long ranks of other hosts look for a file of rank 0.
 * `timeout_s`: how long ranks wait for each other in a step.
 * `file_bytes`: the largest file that the last rank can write.
 * `hangs_at`: the call of the embedding in which the last rank sleeps for ever.
@@ -32,6 +34,7 @@ from megatrain.experiments.ranks import main
 from megatrain.experiments.run_report import pictures
 from megatrain.runtime import ranks
 from megatrain.runtime.layers.functional_layers import FunctionalLayers
+from megatrain.runtime.training import shared_folder
 from megatrain.runtime.training import trainer  # noqa: F401 - imported before the fork
 
 
@@ -39,6 +42,9 @@ def _rank(rank: int, request: dict[str, Any]) -> int:
     runs, count = request["runs"][rank], len(request["runs"])
     if "folder" in request:
         os.chdir(request["folder"])
+    if "folders" in request:
+        os.chdir(request["folders"][rank])
+    shared_folder._WAIT_S = request.get("appears_within_s", shared_folder._WAIT_S)
     ranks.TIMEOUT_S = request.get("timeout_s", ranks.TIMEOUT_S)
     if "file_bytes" in request and rank == count - 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (request["file_bytes"], resource.RLIM_INFINITY))
