@@ -34,8 +34,10 @@ from megatrain.experiments.ranks import main
 from megatrain.experiments.run_report import pictures
 from megatrain.runtime import ranks
 from megatrain.runtime.layers.functional_layers import FunctionalLayers
-from megatrain.runtime.training import shared_folder
-from megatrain.runtime.training import trainer  # noqa: F401 - imported before the fork
+from megatrain.runtime.training import (
+    shared_folder,
+    trainer,  # noqa: F401 - imported before the fork
+)
 
 
 def _rank(rank: int, request: dict[str, Any]) -> int:

@@ -91,7 +91,8 @@ class Agents:
         with socket.socket() as held:
             held.bind(("127.0.0.1", 0))
             port = held.getsockname()[1]
-        options = (
+        torchrun = (
+            *("-m", "torch.distributed.run"),
             *("--nnodes", str(self._hosts), "--nproc-per-node", str(self._per_host)),
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"),
             *("--rdzv-id", str(port), "--local-addr", "127.0.0.1"),
@@ -100,8 +101,7 @@ class Agents:
             with self._output(host).open("w") as output:
                 self._processes.append(
                     psutil.Popen(
-                        [sys.executable, "-m", "torch.distributed.run", *options]
-                        + ["-m", module, *words],
+                        [sys.executable, *torchrun, "-m", module, *words],
                         cwd=self._folder,
                         stdout=output,
                         stderr=output,
