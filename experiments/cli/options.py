@@ -587,7 +587,7 @@ def add_hosts(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--network",
-        type=real("--network"),
+        type=real("--network", 0.001),
         metavar="GB/S",
         help="GB/s that each host receives from the other hosts, e.g. 50 for 400 Gbit/s (default:"
         " network_gb_per_s of the hardware file)",

@@ -265,7 +265,7 @@ def _changed(args: argparse.Namespace) -> tuple[list[Choice], HardwareSpec]:
             values[name] = options.whole(f"--set {name}")(value)
             continue
         if name == "network":
-            values[name] = options.real("--set network")(value)
+            values[name] = options.real("--set network", 0.001)(value)
             continue
         key, (values[key],) = axis(name, [value], "--set")
     plan = file_arguments.plan_of(args.source_plan)
