@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
+from pages import read
 from short_model import checked, out
 
 from megatrain.experiments.cli import main as cli
@@ -108,3 +110,45 @@ def test_a_plan_without_a_network_names_the_fix(capsys: pytest.CaptureFixture[st
     (printed,) = capsys.readouterr().err.splitlines()
     assert "network_gb_per_s: found no rate, and 2 hosts" in printed
     assert "set network=50 in a plan with `megatrain plan --from`" in printed
+
+
+def table_of_the_docs() -> list[list[str]]:
+    """Returns the cells of the rows of the table in `docs/several_gpus.md`."""
+    section = read("docs/several_gpus.md").partition("## Several hosts")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (.*) \|$", section, re.MULTILINE)
+    return [row.split(" | ") for row in rows if row.startswith(("7B", "32B"))]
+
+
+@pytest.mark.parametrize(
+    ("row", "accumulation"),
+    [
+        pytest.param(row, count, marks=[] if (row, count) == (3, 1) else pytest.mark.nightly)
+        for row in range(8)
+        for count in (1, 4)
+    ],
+)
+def test_the_table_of_the_docs_is_what_plan_predicts(
+    capsys: pytest.CaptureFixture[str], row: int, accumulation: int
+) -> None:
+    rows = table_of_the_docs()
+    assert len(rows) == 8
+    model, rate, speed, step, network, received, speed_of_four, network_of_four = rows[row]
+    alone = rate == "one host"
+    hosts = () if alone else ("--hosts", "2", "--network", rate)
+    printed = words(
+        out(
+            capsys,
+            *("plan", f"qwen2.5-{model.lower()}", "--hardware", "h200", "--gpus", "8", *hosts),
+            *("--host-memory", "960GiB" if alone else "480GiB"),
+            *("--batch", "32", "--seq", "1024", "--compile"),
+            *("--accumulation", str(accumulation), "--out", "plan.toml"),
+        )
+    )
+    longer = network if accumulation == 1 else network_of_four
+    expected = speed if accumulation == 1 else speed_of_four
+    assert f"Speed {expected} tokens/s" in printed
+    assert ("Network" in printed) == (not alone)
+    assert alone or f"makes the step {longer} longer" in printed
+    if accumulation == 1:
+        assert f") {step} a step of 8 x 32 x 1,024 tokens" in printed
+        assert alone or f"each host receives {received} a step" in printed
