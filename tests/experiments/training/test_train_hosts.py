@@ -1,5 +1,5 @@
 """Tests of `megatrain train` with a plan for several hosts. The ranks of all hosts are on this
-machine, with gloo. Most tests start one `torchrun` for each host.
+machine, with gloo, and each host has its `torchrun`.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from started_ranks import Agents, Driver
+from started_ranks import Agents
 
 from megatrain.experiments.cli import main as cli
 from megatrain.runtime.checkpoint.checkpoint import verify
@@ -54,13 +54,6 @@ def plans(workplace: Path, make_plan: Callable[..., Plan]) -> Path:
     return workplace
 
 
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
-    made = Driver(tmp_path_factory.mktemp("ranks"))
-    yield made
-    made.close()
-
-
 def metrics(run: str) -> list[dict[str, Any]]:
     """Returns the rows of a run's metrics, without times and the digest of the schedule."""
     rows = [json.loads(line) for line in Path(run, "metrics.jsonl").read_text().splitlines()]
@@ -94,60 +87,6 @@ def test_two_hosts_are_one_run_that_one_process_resumes(
     assert [path.name for path in Path("two").iterdir() if path.name.startswith(".")] == []
 
 
-def begun(driver: Driver, name: str, count: int, **more: Any) -> list[int]:
-    """Starts a run without end, and returns the process ids when it has a checkpoint."""
-    words = ["train", f"{name}.toml", "--out", "run", *WORDS, "--steps", "100000"]
-    processes = driver.start([[words]] * count, folder=os.getcwd(), **more)
-    end = time.monotonic() + 60
-    while not Path("run/checkpoints/step-00000002").is_dir():
-        assert time.monotonic() < end, driver.printed(0)
-        time.sleep(0.01)
-    return processes
-
-
-@pytest.mark.parametrize(("name", "count"), [("2x1", 2), ("2x2", 4)])
-@pytest.mark.usefixtures("plans")
-def test_a_killed_rank_of_the_other_host_is_named(driver: Driver, name: str, count: int) -> None:
-    """Each remaining rank ends with one line, which names the rank and its host.
-
-    With one rank on each host, no process of its host can say that it has ended.
-    """
-    processes, last = begun(driver, name, count), count - 1
-    os.kill(processes[last], signal.SIGKILL)
-    assert driver.wait() == [*[1] * last, -signal.SIGKILL]
-    for rank in range(last):
-        (line,) = [line for line in driver.printed(rank).splitlines() if "megatrain: " in line]
-        assert f"rank {last} (process {processes[last]} on host 1, " in line
-        assert ("has ended" if count == 4 else "does not answer") in line
-    verify(max(Path("run/checkpoints").glob("step-*")))
-
-
-@pytest.mark.nightly
-@pytest.mark.usefixtures("plans")
-def test_a_stopped_rank_of_the_other_host_is_named(driver: Driver) -> None:
-    processes = begun(driver, "2x1", 2, timeout_s=2)
-    os.kill(processes[1], signal.SIGSTOP)
-    end = time.monotonic() + 60
-    while "megatrain: " not in driver.printed(0):
-        assert time.monotonic() < end, "rank 0 does not end"
-        time.sleep(0.05)
-    os.kill(processes[1], signal.SIGKILL)
-    assert driver.wait() == [1, -signal.SIGKILL]
-    assert f"rank 1 (process {processes[1]} on host 1, " in driver.printed(0)
-    assert "does not answer" in driver.printed(0)
-
-
-@pytest.mark.nightly
-@pytest.mark.usefixtures("plans")
-def test_a_signal_to_a_rank_of_the_other_host_saves_and_ends_the_run(driver: Driver) -> None:
-    processes = begun(driver, "2x2", 4)
-    os.kill(processes[3], signal.SIGTERM)
-    assert driver.wait() == [143] * 4
-    assert "stopped after step" in driver.printed(0)
-    saved = max(Path("run/checkpoints").glob("step-*"))
-    assert verify(saved).run.step == metrics("run")[-1]["step"]
-
-
 @pytest.mark.nightly
 def test_a_killed_rank_of_the_other_host_ends_torchrun_on_all(plans: Path) -> None:
     """Each remaining rank prints one line, and no process is left. The checkpoint is whole."""
@@ -171,22 +110,3 @@ def test_a_killed_rank_of_the_other_host_ends_torchrun_on_all(plans: Path) -> No
     assert len(lines) <= 3, lines
     assert any("rank 0" in line for line in lines), lines
     verify(max(Path("run/checkpoints").glob("step-*")))
-
-
-def test_ranks_that_do_not_see_the_folder_of_rank_0_are_refused(
-    plans: Path, tmp_path: Path, driver: Driver
-) -> None:
-    """All ranks end with one line, and no host has a new file."""
-    other = tmp_path / "other host"
-    shutil.copytree(plans, other)
-    before = sorted(plans.rglob("*")), sorted(other.rglob("*"))
-    data = str(plans / "corpus")
-    words = ["train", "2x1.toml", "--out", "run", "--data", data, *WORDS[2:], "--steps", "1"]
-    driver.start([[words]] * 2, folders=[str(plans), str(other)], appears_within_s=0.2)
-    assert driver.wait() == [2, 2]
-    for rank in range(2):
-        (line,) = driver.printed(rank).splitlines()
-        assert line.startswith("megatrain: run folder run: found no file of rank 0 in it on rank 1")
-        assert "on host 1, " in line
-        assert "allowed: a folder on storage that all hosts share" in line
-    assert (sorted(plans.rglob("*")), sorted(other.rglob("*"))) == before
