@@ -609,7 +609,7 @@ class Trainer(TrainingRun):
             evaluation = self._evaluate(held_out, number, interruption)
             if evaluation is not None:
                 self._notify("on_evaluation", self, evaluation)
-        stopping = False
+        stopping, run = False, None
         for number in range(self.first_step, steps + 1):
             if stopping or self._interrupted(interruption):
                 break
@@ -643,9 +643,9 @@ class Trainer(TrainingRun):
             stopping = self._interrupted(interruption)
             due = stopping or by_clock or (save and (saving.every_steps or clock))
             switch = self._next is not None and not (self.finished or stopping)
+            pending = bool(evaluate and held_out and not result)
+            run = msgspec.structs.replace(done, progress={"evaluation_owed": pending})
             if due or switch:
-                pending = bool(evaluate and held_out and not result)
-                run = msgspec.structs.replace(done, progress={"evaluation_owed": pending})
                 saved = bool(due) and self._save(run)
                 if switch:
                     self._switch(run, saved=saved)
@@ -653,6 +653,8 @@ class Trainer(TrainingRun):
             if self.finished:
                 break
         if stopping or self._interrupted(interruption):
+            if run is not None and not stopping and self.saved_step != run.step:
+                self._save(run)  # the signal came after the last look at the end of the step
             # Without an own signal, another rank received one.
             raise interruption.error() if interruption else Interrupted(signal.SIGTERM)
         return Fitted(number, loss, evaluation, self._stopped if number < steps else "")

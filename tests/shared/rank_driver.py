@@ -10,6 +10,8 @@ argument is `train`. Each rank prints into a file of its own. Other keys of a li
 * `timeout_s`: how long ranks wait for each other in a step.
 * `file_bytes`: the largest file that the last rank can write.
 * `hangs_at`: the call of the embedding in which the last rank sleeps for ever.
+* `interrupted_at`: the look for a signal from which on all ranks find one. There are two in a step,
+  before and after it.
 * `stops_at`: the call of `Ranks.total` before which the last rank stops itself.
 
 The answer is the process ids of the ranks. An empty line waits for the ranks, and its answer is
@@ -34,10 +36,7 @@ from megatrain.experiments.ranks import main
 from megatrain.experiments.run_report import pictures
 from megatrain.runtime import ranks
 from megatrain.runtime.layers.functional_layers import FunctionalLayers
-from megatrain.runtime.training import (
-    shared_folder,
-    trainer,  # noqa: F401 - imported before the fork
-)
+from megatrain.runtime.training import shared_folder, trainer
 
 
 def _rank(rank: int, request: dict[str, Any]) -> int:
@@ -68,6 +67,11 @@ def _rank(rank: int, request: dict[str, Any]) -> int:
             return total(*given)
 
         ranks.Ranks.total = stop  # type: ignore[method-assign]
+    if "interrupted_at" in request:
+        looks = itertools.count(1)
+        trainer.Trainer._interrupted = (  # type: ignore[method-assign]
+            lambda *_: next(looks) >= request["interrupted_at"]
+        )
     pictures.draw_loss = lambda *_: None
     handle = os.open(request["out"][rank], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(handle, 1)

@@ -224,6 +224,16 @@ def test_four_ranks_save_and_two_or_one_continue(driver: Driver) -> None:
     assert metrics("to-four") == metrics("alone")
 
 
+@pytest.mark.parametrize("look", [6, 7], ids=["after the third step", "before the fourth"])
+@pytest.mark.usefixtures("plans")
+def test_a_signal_between_two_steps_saves_the_last_one(driver: Driver, look: int) -> None:
+    words = ("2.toml", "--out", "run", *WORDS, "--steps", "100000")
+    on(driver, 2, words, interrupted_at=look)
+    assert driver.wait() == [143, 143], driver.printed(0)
+    assert metrics("run")[-1]["step"] == 3
+    assert verify(Path("run/checkpoints/step-00000003")).run.step == 3
+
+
 @pytest.mark.nightly
 @pytest.mark.usefixtures("plans")
 def test_a_signal_to_the_ranks_saves_and_ends_the_run(driver: Driver) -> None:
