@@ -219,7 +219,7 @@ def predicted(
         ),
         gb_per_s=links.alone,
         gb_per_s_both=links.together,
-        note=_SHARED_NOTE,
+        note=_SHARED_NOTE + ("; several hosts were not measured" if hosts > 1 else ""),
     )
 
 

@@ -32,6 +32,7 @@ def test_check_says_what_the_network_costs(capsys: pytest.CaptureFixture[str]) -
     assert (one_host["hosts"], one_host["network"]) == (1, None)
     printed = words(out(capsys, "check", *MODEL, *HOSTS))
     assert "4 GPUs 2 hosts of 2 GPUs: " in printed
+    assert "; several hosts were not measured; links at " in printed
     assert "Network makes the step " in printed
     received = found["network"]["received_bytes"] / 1e9
     assert f"each host receives {received:,.1f} GB a step, at 0.5 GB/s (assumed)" in printed
