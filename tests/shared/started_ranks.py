@@ -112,10 +112,10 @@ class Agents:
     def _output(self, host: int) -> Path:
         return self._folder / f"host-{host}.txt"
 
-    def printed(self) -> list[str]:
-        """Returns the lines that the ranks of all hosts have printed, host by host."""
-        texts = [self._output(host).read_text() for host in range(self._hosts)]
-        return [line for text in texts for line in text.splitlines()]
+    def printed(self, host: int | None = None) -> list[str]:
+        """Returns the lines that the ranks of `host` have printed, or those of all hosts."""
+        hosts = range(self._hosts) if host is None else (host,)
+        return [line for each in hosts for line in self._output(each).read_text().splitlines()]
 
     def ranks(self) -> dict[int, psutil.Process]:
         """Returns number -> process of the ranks that run."""

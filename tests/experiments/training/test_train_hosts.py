@@ -89,7 +89,9 @@ def test_two_hosts_are_one_run_that_one_process_resumes(
 
 @pytest.mark.nightly
 def test_a_killed_rank_of_the_other_host_ends_torchrun_on_all(plans: Path) -> None:
-    """Each remaining rank prints one line, and no process is left. The checkpoint is whole."""
+    """Each remaining rank prints at most one line, and on each host one names the killed rank. No
+    process is left, and the checkpoint is whole.
+    """
     words = ("2x2.toml", "--out", "run", *WORDS, "--steps", "100000")
     with Agents(plans, 2, 2) as agents:
         agents.start("megatrain", "train", *words)
@@ -104,9 +106,13 @@ def test_a_killed_rank_of_the_other_host_ends_torchrun_on_all(plans: Path) -> No
         assert agents.wait(60) == [1, 1]
         assert time.monotonic() - killed < 50, "before the time limit of a collective"
         assert not agents.left()
-        lines = [line for line in agents.printed() if line.startswith("megatrain: ")]
+        lines = [
+            [line for line in agents.printed(host) if line.startswith("megatrain: ")]
+            for host in (0, 1)
+        ]
     lost = f"rank 3 (process {ranks[3].pid} on host 1, "
-    assert any(lost in line for line in lines), lines
-    assert len(lines) <= 3, lines
-    assert any("rank 0" in line for line in lines), lines
+    for host in (0, 1):
+        # torchrun ends the second rank of a host as soon as the first has ended
+        assert 1 <= len(lines[host]) <= 2 - host, lines
+        assert any(lost in line for line in lines[host]), lines
     verify(max(Path("run/checkpoints").glob("step-*")))
