@@ -137,7 +137,9 @@ def _run_baseline(module: Any, system: str, plan: Plan, steps: int, device: torc
     work = msgspec.structs.replace(
         plan.workload, accumulation=plan.workload.accumulation // plan.gpus, sum_group=1
     )
-    step, notes = module.prepare(msgspec.structs.replace(plan, gpus=1, workload=work), device)
+    step, notes = module.prepare(
+        msgspec.structs.replace(plan, gpus=1, hosts=1, workload=work), device
+    )
     rank = dist.get_rank()
     if rank == 0:
         print(json.dumps({"system": system, "notes": notes}), flush=True)

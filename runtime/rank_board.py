@@ -45,6 +45,14 @@ class Board:
         with path.open("r+b") as file:
             return cls(mmap.mmap(file.fileno(), _BYTES))
 
+    def content(self) -> bytes:
+        """Returns a copy of the whole board."""
+        return self._memory[:]
+
+    def fill(self, content: bytes) -> None:
+        """Replaces the whole board with the `content` of another one."""
+        self._memory[:] = content
+
     @property
     def collectives(self) -> int:
         """Number of collectives that the rank has begun in steps."""

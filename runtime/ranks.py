@@ -1,11 +1,14 @@
-"""Ranks: the processes that train together on several GPUs of one host, one for each GPU.
+"""Ranks: the processes that train together on several GPUs, one for each GPU.
 
-`torchrun` starts them. They communicate through `torch.distributed`: with gloo on the CPU and with
-NCCL between GPUs.
+`torchrun` starts them, on one host or on several. They communicate through `torch.distributed`:
+with gloo on the CPU and with NCCL between GPUs.
 
 In a step, an op waits at most `TIMEOUT_S` seconds for other ranks. Between steps, only rank 0 reads
 and writes the run's files. The other ranks wait for its messages as long as its process runs. Every
 wait ends early when a rank has ended or has reported why it stops.
+
+A rank sees the processes of its own host. It knows the ranks of other hosts by the copies of their
+boards (`board_mirror.py`).
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import contextlib
 import ctypes
 import hashlib
 import os
+import platform
 import sys
 import tempfile
 import threading
@@ -27,6 +31,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from megatrain.runtime.board_mirror import BoardMirror
 from megatrain.runtime.host import torchrun_variable
 from megatrain.runtime.rank_board import Board
 from megatrain.simulator.base.errors import RunError, UserError
@@ -36,8 +41,11 @@ T = TypeVar("T")
 TIMEOUT_S = 50.0
 """Seconds after which a collective fails if not all ranks have reached it."""
 _ENDED = "has ended"
+_SILENT = "does not answer"
 _LOOKING_S = 3.0
 """Seconds to wait for the process of a rank to end after its connection has closed."""
+_SILENT_S = 4.0
+"""Seconds without a new copy of its board after which a rank of another host does not answer."""
 _LOOK_EVERY_S = 0.5
 """Seconds between two checks of the other ranks' processes while this rank waits."""
 _LONGEST_PAUSE_S = 0.005
@@ -47,7 +55,8 @@ _NCCL_TIMEOUT = timedelta(hours=2)
 """Time limit of NCCL for a collective of a step. NCCL counts from the time when the collective is
 enqueued, which can be a whole step before it runs.
 """
-_START = "torchrun --standalone --nproc-per-node {count} -m megatrain train PLAN --out RUN ..."
+_TRAIN = "-m megatrain train PLAN --out RUN ..."
+_CALIBRATE = "-m megatrain calibrate --several HARDWARE --out NEW"
 
 
 _all_gather: Callable[..., object] = (
@@ -65,6 +74,16 @@ class WithoutPlan(NamedTuple):
     gpus: int
     """Number of ranks, one for each GPU."""
 
+    @property
+    def hosts(self) -> int:
+        """The number of hosts, which is 1."""
+        return 1
+
+    @property
+    def gpus_per_host(self) -> int:
+        """The number of ranks of the host."""
+        return self.gpus
+
 
 class Ranks:
     """The ranks of a plan, as seen by one of them: the rank of this process."""
@@ -76,6 +95,7 @@ class Ranks:
         processes: list[int],
         boards: list[Board] | None = None,
         timeout_s: float = TIMEOUT_S,
+        nodes: list[str] | None = None,
     ) -> None:
         """Use `joined` instead.
 
@@ -86,10 +106,19 @@ class Ranks:
             boards: The board of each rank. None means boards that only this
                 process can read.
             timeout_s: Seconds after which a stopped process counts as lost.
+            nodes: The name of each host. Each has the same number of ranks. None
+                means one host.
         """
         self.rank, self.count, self._processes = rank, count, processes
         self._boards = boards or [Board() for _ in range(count)]
         self._timeout_s = timeout_s
+        self._nodes = nodes or [platform.node()]
+        self.hosts = len(self._nodes)
+        self._per_host = count // self.hosts
+        self._mirror: BoardMirror | None = None
+        """The copies of the boards of other hosts. None with one host."""
+        self._of_host: Any = None
+        """The group of the ranks of this host, if there are several hosts."""
         self._within: Any = None
         """The group of the collectives in steps, or None for the default group."""
         self._between: Any = None
@@ -105,6 +134,10 @@ class Ranks:
         """The board of this rank."""
         return self._boards[self.rank]
 
+    def host_of(self, rank: int) -> int:
+        """Returns the number of the host of `rank`."""
+        return rank // self._per_host
+
     # ---- in a step ----
 
     def exchange(self, received: torch.Tensor, sent: torch.Tensor) -> None:
@@ -116,8 +149,25 @@ class Ranks:
     def gather(self, received: torch.Tensor, own: torch.Tensor) -> None:
         """Writes `own` [n] of each rank q to row q of `received` [count, n] (all-gather). `own` may
         be the row of this rank.
+
+        With several hosts, a row enters each other host once: a rank receives the rows of the ranks
+        with its place on other hosts, and then the ranks of a host exchange what they have.
         """
-        _all_gather(_bytes(received), _bytes(own), group=self._within)
+        if self.hosts == 1 or self._per_host == 1:
+            _all_gather(_bytes(received), _bytes(own), group=self._within)
+            return
+        mine = received[self.rank]
+        if own.data_ptr() != mine.data_ptr():
+            mine.copy_(own)
+        place = self.rank % self._per_host
+        peers = [rank for rank in range(place, self.count, self._per_host) if rank != self.rank]
+        group = self._within
+        swaps = [dist.P2POp(dist.isend, _bytes(mine), peer, group) for peer in peers]
+        swaps += [dist.P2POp(dist.irecv, _bytes(received[peer]), peer, group) for peer in peers]
+        for work in dist.batch_isend_irecv(swaps):
+            work.wait()
+        for rows in received.view(self.hosts, self._per_host, -1):
+            _all_gather(_bytes(rows), _bytes(rows[place]), group=self._of_host)
 
     # ---- between steps ----
 
@@ -149,11 +199,17 @@ class Ranks:
     def in_turn(self) -> Iterator[None]:
         """Runs the block on rank 0 first, and then on all other ranks at the same time. Use it for
         a block that fills a cache or cleans a folder, so the other ranks find the result.
+
+        With several hosts, the first rank of each other host follows rank 0, because a cache may be
+        on a disk of the host. The other ranks are last.
         """
-        if not self.leads:
+        last = min(self.hosts, 2)
+        first_of_host = self.rank % self._per_host == 0
+        turn = 0 if self.leads else 1 if first_of_host else last
+        for _ in range(turn):
             self.meet()
         yield
-        if self.leads:
+        for _ in range(last - turn):
             self.meet()
 
     def total(self, number: int) -> int:
@@ -298,20 +354,19 @@ class Ranks:
             error = self._ended_or_reported()
             if error is not None:
                 errors.append(error)
-                self._within.abort()
+                for group in filter(None, (self._of_host, self._within)):
+                    group.abort()
                 return
             now = time.monotonic()
-            for rank, (board, process) in enumerate(
-                zip(self._boards, self._processes, strict=True)
-            ):
-                shown = (board.collectives, board.activity, state := _state(process))
+            for rank, board in enumerate(self._boards):
+                shown = (board.collectives, board.activity, state := self._state_of(rank))
                 waits = state or board.collectives < self.board.collectives
                 if rank == self.rank or not waits or silent.get(rank, ("", 0.0))[0] != shown:
                     silent[rank] = (shown, now)
                 elif now - silent[rank][1] > self._timeout_s:
                     where = f"rank {self.rank}, {self.board.activity}"
                     state = state or "hangs"
-                    _end_process(RankLost(f"{where}: {self._name(rank)} {state}, {board.activity}"))
+                    _end_process(RankLost(f"{where}: {self.name(rank)} {state}, {board.activity}"))
                     return
 
     def stopping(self, error: BaseException) -> None:
@@ -322,6 +377,8 @@ class Ranks:
             self.board.error = str(error)
         else:
             self.board.error = f"{type(error).__name__}: {error}"
+        if self._mirror is not None:
+            self._mirror.flush()
 
     def lost(self, op: str) -> RankLost | None:
         """Returns the error to report if the collective `op` failed because another rank has ended,
@@ -333,9 +390,10 @@ class Ranks:
         """Returns the error to report after a failure at `where`, or None if no rank is lost. With
         `behind`, a rank that has begun fewer collectives than this rank counts as lost.
 
-        A connection closes shortly before its process ends, so this checks for a few seconds.
+        A connection closes shortly before its process ends, so this checks for a few seconds. A
+        rank of another host is lost when its board was silent for some seconds.
         """
-        end = time.monotonic() + _LOOKING_S
+        end = time.monotonic() + _LOOKING_S + (_SILENT_S if self.hosts > 1 else 0)
         while True:
             if error := self._reported():
                 return error
@@ -345,7 +403,7 @@ class Ranks:
                 break
             time.sleep(0.05)
         late = [
-            f"{self._name(rank)} has not reached it, {board.activity}"
+            f"{self.name(rank)} has not reached it, {board.activity}"
             for rank, board in enumerate(self._boards)
             if behind and board.collectives < self.board.collectives
         ]
@@ -355,19 +413,31 @@ class Ranks:
         """Returns the error to report if a rank has reported why it stops, and otherwise None."""
         for rank, board in enumerate(self._boards):
             if rank != self.rank and (reason := board.error):
-                return RankLost(f"{self._name(rank)} has stopped: {reason}")
+                return RankLost(f"{self.name(rank)} has stopped: {reason}")
         return None
 
     def _lost_ranks(self) -> list[str]:
         """Returns a description of each other rank that has ended or is stopped."""
         return [
-            f"{self._name(rank)} {state}, {self._boards[rank].activity}"
-            for rank, process in enumerate(self._processes)
-            if rank != self.rank and (state := _state(process))
+            f"{self.name(rank)} {state}, {self._boards[rank].activity}"
+            for rank in range(self.count)
+            if rank != self.rank and (state := self._state_of(rank))
         ]
 
-    def _name(self, rank: int) -> str:
-        return f"rank {rank} (process {self._processes[rank]})"
+    def _state_of(self, rank: int) -> str:
+        """Returns the state of a rank as `_state` does. A rank of another host `does not answer` if
+        no new copy of its board arrives.
+        """
+        if self.host_of(rank) == self.host_of(self.rank):
+            return _state(self._processes[rank])
+        silent = self._mirror is not None and self._mirror.silence_s(rank) > _SILENT_S
+        return _SILENT if silent else ""
+
+    def name(self, rank: int) -> str:
+        """Returns, for messages, a rank with its process and, if there are several, its host."""
+        host = self.host_of(rank)
+        where = f" on host {host}, {self._nodes[host]}" if self.hosts > 1 else ""
+        return f"rank {rank} (process {self._processes[rank]}{where})"
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -407,9 +477,22 @@ def started_ranks() -> int:
     return torchrun_variable("WORLD_SIZE", default=1, least=1)
 
 
+def _start(plan: Plan | WithoutPlan) -> str:
+    """Returns the command that starts the ranks of `plan`. With several hosts, it is the command
+    for each of them.
+    """
+    if plan.hosts == 1:
+        command = _TRAIN if isinstance(plan, Plan) else _CALIBRATE
+        return f"torchrun --standalone --nproc-per-node {plan.gpus} {command}"
+    return (
+        f"torchrun --nnodes {plan.hosts} --nproc-per-node {plan.gpus_per_host} --rdzv-backend c10d"
+        f" --rdzv-endpoint HOST:PORT {_TRAIN}"
+    )
+
+
 def check_started(plan: Plan | WithoutPlan) -> None:
     """Raises UserError if the number of ranks that torchrun started is not the number of GPUs of
-    `plan`.
+    `plan`, in all or on this host.
     """
     started = started_ranks()
     if started != plan.gpus:
@@ -417,9 +500,20 @@ def check_started(plan: Plan | WithoutPlan) -> None:
             "ranks",
             found=f"{started} (WORLD_SIZE)" if "WORLD_SIZE" in os.environ else started,
             allowed=f"{plan.gpus}, the GPUs of the plan",
-            fix=f"start the command with `{_START.format(count=plan.gpus)}`"
+            fix=f"start the command with `{_start(plan)}`"
             if plan.gpus > 1
             else "start the command without torchrun, and unset WORLD_SIZE",
+        )
+    here = torchrun_variable("LOCAL_WORLD_SIZE", default=plan.gpus_per_host, least=1)
+    if here != plan.gpus_per_host:
+        raise UserError(
+            "ranks of this host",
+            found=f"{here} (LOCAL_WORLD_SIZE)",
+            allowed=f"{plan.gpus_per_host}, the GPUs of the plan divided by its {plan.hosts} hosts"
+            if plan.hosts > 1
+            else f"{plan.gpus}, because the plan is for one host",
+            fix=f"start the command with `{_start(plan)}`"
+            + (" on each host" if plan.hosts > 1 else ", or set hosts in the plan"),
         )
 
 
@@ -464,33 +558,41 @@ def joined(
         try:
             dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
             peers: list[Any] = [None] * plan.gpus
-            dist.all_gather_object(peers, (os.getpid(), str(file)))
-            boards = [
-                own if rank == dist.get_rank() else Board.open(Path(path))
-                for rank, (_, path) in enumerate(peers)
-            ]
-            between = dist.new_group(backend="gloo", timeout=_BETWEEN_TIMEOUT)
-            within = (
-                dist.new_group(backend="nccl", timeout=_NCCL_TIMEOUT)
-                if device.type == "cuda"
-                else None
+            dist.all_gather_object(peers, (os.getpid(), str(file), platform.node()))
+            processes, files, nodes = map(list, zip(*peers, strict=True))
+            ranks = Ranks(
+                dist.get_rank(),
+                plan.gpus,
+                processes,
+                _opened(plan, own, files),
+                timeout_s,
+                nodes[:: plan.gpus_per_host],
             )
+            ranks._mirror = _mirror(ranks, files[0], timeout_s)
+            between = dist.new_group(backend="gloo", timeout=_BETWEEN_TIMEOUT)
+            within, of_host = None, None
+            if device.type == "cuda":
+                within = dist.new_group(backend="nccl", timeout=_NCCL_TIMEOUT)
+                of_host = _host_group(ranks, "nccl", _NCCL_TIMEOUT)
+            else:
+                of_host = _host_group(ranks, "gloo", timedelta(seconds=timeout_s))
         except (RuntimeError, ValueError, OSError) as error:
             if dist.is_initialized():
                 dist.destroy_process_group()
             raise UserError(
                 "ranks",
-                found=f"fewer than {plan.gpus} connected ranks on this host"
-                f" ({str(error).splitlines()[0]})",
+                found=f"fewer than {plan.gpus} connected ranks"
+                f"{' on this host' if plan.hosts == 1 else ''} ({str(error).splitlines()[0]})",
                 allowed=f"{plan.gpus}, connected within {timeout_s:g} s",
-                fix=f"start all ranks with `{_START.format(count=plan.gpus)}`",
+                fix=f"start all ranks with `{_start(plan)}`",
             ) from error
-        ranks = Ranks(dist.get_rank(), plan.gpus, [pid for pid, _ in peers], boards, timeout_s)
-        ranks._within, ranks._between = within, between
+        ranks._within, ranks._between, ranks._of_host = within, between, of_host
         try:
             ranks.meet()
             # every rank has opened it, and now a rank that is killed leaves no file
             file.unlink()
+            if ranks._mirror is not None:
+                ranks._mirror.start()
             what = "plan" if isinstance(plan, Plan) else "settings"
             ranks.agree(what, identity(plan, *more))
             yield ranks
@@ -498,7 +600,57 @@ def joined(
             ranks.stopping(error)
             raise
         finally:
+            if ranks._mirror is not None:
+                ranks._mirror.stop()
             dist.destroy_process_group()
+
+
+def _mirror(ranks: Ranks, name: str, timeout_s: float) -> BoardMirror | None:
+    """Returns the copies of the boards of other hosts, or None with one host.
+
+    They are under `name` in the store that torchrun or rank 0 serves. Raises RuntimeError if the
+    store cannot be reached.
+    """
+    if ranks.hosts == 1:
+        return None
+    # a connection of its own, because a thread that waits for the store blocks a connection
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=False,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+    )
+    own = ranks.host_of(ranks.rank)
+    others = {rank: board for rank, board in enumerate(ranks._boards) if ranks.host_of(rank) != own}
+    return BoardMirror(dist.PrefixStore(name, store), ranks.rank, ranks.board, others)
+
+
+def _host_group(ranks: Ranks, backend: str, timeout: timedelta) -> Any:
+    """Returns the group of the ranks of this host, or None if it is all ranks or only this one."""
+    size = ranks.count // ranks.hosts
+    if ranks.hosts == 1 or size == 1:
+        return None
+    # every rank must make every group
+    groups = [
+        dist.new_group(range(first, first + size), backend=backend, timeout=timeout)
+        for first in range(0, ranks.count, size)
+    ]
+    return groups[ranks.host_of(ranks.rank)]
+
+
+def _opened(plan: Plan | WithoutPlan, own: Board, files: list[str]) -> list[Board]:
+    """Returns the board of each rank: of this rank, of the ranks of this host, which are in the
+    `files`, and empty boards for the ranks of other hosts. Raises OSError if a rank of this host is
+    on another one.
+    """
+    this = dist.get_rank()
+    first = this - this % plan.gpus_per_host
+    here = range(first, first + plan.gpus_per_host)
+    return [
+        own if rank == this else Board.open(Path(file)) if rank in here else Board()
+        for rank, file in enumerate(files)
+    ]
 
 
 @contextlib.contextmanager
@@ -522,5 +674,5 @@ def refuse_without_ranks(plan: Plan, ranks: Ranks | None) -> None:
             "plan: gpus",
             found=plan.gpus,
             allowed="1 in a single process",
-            fix=f"start the ranks with `{_START.format(count=plan.gpus)}`, or plan for one GPU",
+            fix=f"start the ranks with `{_start(plan)}`, or plan for one GPU",
         )

@@ -575,6 +575,25 @@ def device(args: argparse.Namespace) -> torch.device:
     return torch.device("cpu") if args.device == "cpu" else default_device()
 
 
+def add_hosts(parser: argparse.ArgumentParser) -> None:
+    """Adds the options `--hosts` and `--network`."""
+    parser.add_argument(
+        "--hosts",
+        type=whole("--hosts"),
+        default=1,
+        metavar="H",
+        help="hosts that have the N GPUs of --gpus, N / H each (default 1); --host-memory is then"
+        " for each host",
+    )
+    parser.add_argument(
+        "--network",
+        type=real("--network", 0.001),
+        metavar="GB/S",
+        help="GB/s that each host receives from the other hosts, e.g. 50 for 400 Gbit/s (default:"
+        " network_gb_per_s of the hardware file)",
+    )
+
+
 def add_check(parser: argparse.ArgumentParser) -> None:
     """Adds the model and all options of `megatrain check`, which the page in a browser also has."""
     parser.add_argument(
@@ -605,9 +624,9 @@ def add_check(parser: argparse.ArgumentParser) -> None:
         type=whole("--gpus"),
         default=1,
         metavar="N",
-        help="also report the speed of N GPUs of one host; --batch and --accumulation are for each"
-        " GPU",
+        help="also report the speed of N GPUs; --batch and --accumulation are for each GPU",
     )
+    add_hosts(parser)
     parser.add_argument(
         "--why",
         action="store_true",

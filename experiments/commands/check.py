@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
 
     model = ModelSpec.load(args.model) if args.model is not None else None
     hardware = from_options.machine(args)
-    check_gpus(args.gpus, hardware)
+    check_gpus(args.gpus, hardware, args.hosts)
     if args.policy == "all" and args.gpus != 1:
         raise UserError(
             "--gpus",
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     if model is None:
         return list_what_fits(args, hardware)
     asked = args  # the verdict is on one GPU, and its part on several has their own workload
-    args = from_options.with_fitting_state(options.replaced(args, gpus=1), hardware, model)
+    args = from_options.with_fitting_state(options.replaced(args, gpus=1, hosts=1), hardware, model)
     chunk_chosen, kernel_chosen = args.loss_chunk is None, args.attention is None
     args, chosen = from_options.with_fitting_workload(args, hardware, model)
     with warnings.catch_warnings():

@@ -43,9 +43,10 @@ def describe(parser: argparse.ArgumentParser) -> None:
         type=options.whole("--gpus"),
         default=1,
         metavar="N",
-        help="plan for N GPUs of one host; --batch, --accumulation and --tokens-per-step are for"
-        " each GPU, so a step has N times as many tokens",
+        help="plan for N GPUs; --batch, --accumulation and --tokens-per-step are for each GPU, so"
+        " a step has N times as many tokens",
     )
+    options.add_hosts(parser)
     parser.add_argument(
         "--from",
         dest="source_plan",
@@ -59,8 +60,8 @@ def describe(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="KEY=VALUE",
         help="with --from: change a knob, a placement, the policy, a field of the workload, the"
-        " number of GPUs, or a memory limit, e.g. checkpoint_interval=1, weights=e,0-11 or"
-        " device_memory=40GiB",
+        " number of GPUs or hosts, the network, or a memory limit, e.g. checkpoint_interval=1,"
+        " weights=e,0-11, hosts=2, network=50 or device_memory=40GiB",
     )
     parser.add_argument(
         "--why",
@@ -210,7 +211,7 @@ def _chosen(args: argparse.Namespace) -> tuple[list[Choice], HardwareSpec]:
     from megatrain.simulator.planner.shared_step import shared_step
     from megatrain.simulator.verdict.multi_gpu import check_gpus
 
-    hardware = HardwareSpec.load(args.hardware)
+    hardware = HardwareSpec.load(args.hardware).with_network(args.network)
     if os.path.exists(args.model):
         source = file_arguments.relative(Path(args.model), args.out.parent)
     else:  # a name on the hub is kept, because its weights are there
@@ -221,8 +222,8 @@ def _chosen(args: argparse.Namespace) -> tuple[list[Choice], HardwareSpec]:
         else hardware_name(args.hardware)
     )
     model = ModelSpec.load(args.model)
+    check_gpus(args.gpus, hardware, args.hosts)
     if args.gpus > 1:
-        check_gpus(args.gpus, hardware)
         args.policy = "overlapped" if args.policy == "best" else args.policy
     args = from_options.with_fitting_state(args, hardware, model, share=args.gpus > 1)
     args = from_options.with_attention_kernel(args, hardware, model)
@@ -245,7 +246,7 @@ def _chosen(args: argparse.Namespace) -> tuple[list[Choice], HardwareSpec]:
         plan = from_options.choices(args, hardware, source, named)[0].plan
         work = from_options.shared_workload(args, plan.workload, hardware, model)
         plan = msgspec.structs.replace(plan, workload=work)
-    return [shared_step(plan, hardware, args.gpus)], hardware
+    return [shared_step(plan, hardware, args.gpus, args.hosts)], hardware
 
 
 def _changed(args: argparse.Namespace) -> tuple[list[Choice], HardwareSpec]:
@@ -255,13 +256,16 @@ def _changed(args: argparse.Namespace) -> tuple[list[Choice], HardwareSpec]:
     import msgspec
 
     from megatrain.experiments.sweep.grid import axis, changed
-    from megatrain.simulator.costs import cost_model
+    from megatrain.simulator.costs import costs_of
     from megatrain.simulator.planner.search import assess
 
     values: dict[str, Any] = {}
     for name, value in options.assignments(args.set, "KEY=VALUE", "checkpoint_interval=1"):
-        if name == "gpus":
-            values["gpus"] = options.whole("--set gpus")(value)
+        if name in ("gpus", "hosts"):
+            values[name] = options.whole(f"--set {name}")(value)
+            continue
+        if name == "network":
+            values[name] = options.real("--set network", 0.001)(value)
             continue
         key, (values[key],) = axis(name, [value], "--set")
     plan = file_arguments.plan_of(args.source_plan)
@@ -275,7 +279,7 @@ def _changed(args: argparse.Namespace) -> tuple[list[Choice], HardwareSpec]:
     plan = msgspec.structs.replace(changed(plan, values), **moved)
     with file_arguments.naming(args.source_plan):
         _refuse_unread(plan, values)
-        choice = assess(plan, cost_model(hardware, plan.model, plan.workload, plan.gpus))
+        choice = assess(plan, costs_of(plan, hardware))
     args.policy = plan.policy
     if before.prediction is not None:
         seconds = before.prediction.step_seconds
@@ -290,7 +294,7 @@ def _timed(plan: Plan, seconds: float, other: Plan) -> str:
     """Returns the step time of `plan` as text.
 
     If `other` has another number of tokens per step, the text also has the tokens and the
-    throughput. If it has another number of GPUs, the text also has the GPUs.
+    throughput. If it has another number of GPUs or hosts, the text also has these.
     """
     from megatrain.simulator.model.metrics import tokens_per_second
 
@@ -298,7 +302,11 @@ def _timed(plan: Plan, seconds: float, other: Plan) -> str:
     if work.step_tokens != other.workload.step_tokens:
         speed = layout.speed(tokens_per_second(work, seconds))
         text += f" of {work.step_tokens:,} tokens, {speed} tokens/s"
-    return text + (f" on {counted(plan.gpus, 'GPU')}" if plan.gpus != other.gpus else "")
+    places = [(each.gpus, each.hosts) for each in (plan, other)]
+    if places[0] == places[1]:
+        return text
+    of_hosts = f" of {counted(plan.hosts, 'host')}" if plan.hosts != other.hosts else ""
+    return f"{text} on {counted(plan.gpus, 'GPU')}{of_hosts}"
 
 
 def _refuse_unread(plan: Plan, values: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     from megatrain.experiments.cli.verdict.from_options import as_json
     from megatrain.simulator.base.errors import DoesNotFit
     from megatrain.simulator.base.units import format_bytes, format_seconds
-    from megatrain.simulator.costs import cost_model
+    from megatrain.simulator.costs import costs_of
     from megatrain.simulator.engine.discrete_event import makespan_ns, simulate
     from megatrain.simulator.planner.search import assess
     from megatrain.simulator.plots.perfetto import save_trace
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     hardware = file_arguments.hardware_of(args.plan, plan.hardware)
     with file_arguments.naming(args.plan):
         schedule = verified(plan)
-        costs = cost_model(hardware, plan.model, plan.workload, plan.gpus)
+        costs = costs_of(plan, hardware)
     timeline = simulate(schedule, costs)
     if args.trace:
         save_trace(args.trace, [timeline], schedule)
@@ -72,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
         )
         return 0 if choice.feasible else DoesNotFit.status
     several = f", {plan.gpus} GPUs" if plan.gpus > 1 else ""
+    several += f" of {plan.hosts} hosts" if plan.hosts > 1 else ""
     print(
         f"{plan.model.name}, policy {plan.policy}{several}, schedule {schedule.digest}:"
         f" {len(schedule.ops)} ops{' on each GPU' if several else ''}"

@@ -12,7 +12,7 @@ from megatrain.experiments.run_report.step_record import StepRecord, read_record
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.compare.compare import compare
 from megatrain.simulator.compare.error_report import ErrorReport
-from megatrain.simulator.costs import CostModel, Replayed, cost_model
+from megatrain.simulator.costs import CostModel, Replayed, costs_of
 from megatrain.simulator.engine.discrete_event import simulate
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.policies import verified
@@ -64,7 +64,7 @@ def compare_run(folder: Path) -> ComparedRun:
     plan = Plan.load(folder / "plan.toml")
     schedule = verified(plan)
     hardware = file_arguments.hardware_of(folder / "plan.toml", plan.hardware)
-    costs = cost_model(hardware, plan.model, plan.workload, plan.gpus)
+    costs = costs_of(plan, hardware)
     predicted, measured = simulate(schedule, costs), Timeline.load(folder / "measured.json")
     record, memory = read_record(folder), peaks(folder, plan, schedule, costs)
     try:

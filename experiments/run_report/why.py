@@ -132,7 +132,8 @@ def _found(plan: Plan, hardware: HardwareSpec) -> list[Choice]:
     Raises UserError if an op of a policy has no measured cost.
     """
     if plan.gpus > 1:
-        return [shared_step(alone(plan, hardware), hardware, plan.gpus)]
+        machine = hardware.with_network(plan.network_gb_per_s)
+        return [shared_step(alone(plan, hardware), machine, plan.gpus, plan.hosts)]
     return candidates(
         plan.model,
         hardware,

@@ -159,9 +159,14 @@ def changed(base: Plan, values: dict[str, Any]) -> Plan:
     changes: dict[str, Any] = {
         field: values[name] for name, field in _LIMITS.items() if name in values
     }
-    for field in ("policy", "gpus"):
-        if field in values:
-            changes[field] = values[field]
+    for name, field in (
+        ("policy", "policy"),
+        ("gpus", "gpus"),
+        ("hosts", "hosts"),
+        ("network", "network_gb_per_s"),
+    ):
+        if name in values:
+            changes[field] = values[name]
     if knobs:
         changes["knobs"] = msgspec.structs.replace(base.knobs, **knobs)
     if work:

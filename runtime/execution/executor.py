@@ -101,8 +101,8 @@ class _Program(NamedTuple):
 
 
 def lane_threads(device: torch.device, gpus: int = 1) -> dict[str, int]:
-    """Returns the number of CPU threads that an op of each lane may use, by lane. Each of `gpus`
-    ranks gets an equal part of the cores.
+    """Returns the number of CPU threads that an op of each lane may use, by lane. Each of the
+    `gpus` ranks of this host gets an equal part of the cores.
 
     Without CUDA, one core is left for copies. With CUDA, an eighth of the cores is left for the
     threads that enqueue work. The CPU optimizer does not need these cores, because it is bound by
@@ -147,7 +147,7 @@ class Executor:
                 `preflight` itself. Calibration and tests pass other schedules, which are not
                 checked.
             threads: The number of threads that an op may use, for each lane of the schedule and for
-                `cpu`. By default `lane_threads(device, plan.gpus)`.
+                `cpu`. By default `lane_threads(device, plan.gpus_per_host)`.
             on_allocate: Called with the bytes allocated so far and the bytes of all pools.
             host_memory: The allocator of the host pools. Pass the same allocator to several
                 executors to pin host memory only once. By default the executor makes its own.
@@ -175,7 +175,7 @@ class Executor:
         self._closed = False
         self._programs: dict[str, _Program] = {}
         """Programs other than the step's, by name."""
-        self._threads = threads or lane_threads(device, plan.gpus)
+        self._threads = threads or lane_threads(device, plan.gpus_per_host)
         self._arenas = Arenas(
             self.schedule,
             device,

@@ -69,6 +69,7 @@ from megatrain.runtime.training.progress import Progress
 from megatrain.runtime.training.resumption import refuse_done_steps, settings_of
 from megatrain.runtime.training.run_folder import RunFolder
 from megatrain.runtime.training.run_lock import RunLock
+from megatrain.runtime.training.shared_folder import refuse_unseen
 from megatrain.runtime.training.stopped_run import command_to_continue, no_checkpoint
 from megatrain.runtime.training.trackers import trackers
 from megatrain.runtime.training.training_run import TrainingRun
@@ -259,7 +260,9 @@ class Trainer(TrainingRun):
         # A virtual machine may report less memory than it can grow to. The plan for a calibrated
         # machine has a better limit.
         self._host_bytes = (
-            None if is_calibrated(origin / self.plan.hardware) else host_bytes() // self.plan.gpus
+            None
+            if is_calibrated(origin / self.plan.hardware)
+            else host_bytes() // self.plan.gpus_per_host
         )
         self.first_step = 1
         self.finished = False
@@ -360,6 +363,8 @@ class Trainer(TrainingRun):
             host_bytes=self._host_bytes,
             device_bytes=device_bytes(self.device),
         )
+        if self._ranks is not None and self.out is not None:
+            refuse_unseen(self.out, self._ranks)
         # Rank 0 goes first: it tidies the run folder, and fills the caches of data and tokens.
         with self._ranks.in_turn() if self._ranks else contextlib.nullcontext():
             data, held_out = self._prepare()
@@ -415,7 +420,7 @@ class Trainer(TrainingRun):
         self._refuse_another_run(self._settings, known=True)
         if note := not_trained(self.folder, self.exported_config):
             self._notes.append(note)
-        free, on_cpu = free_host_bytes() // self.plan.gpus, self.device.type != "cuda"
+        free, on_cpu = free_host_bytes() // self.plan.gpus_per_host, self.device.type != "cuda"
         if note := little_memory_note(self.schedule, free, on_cpu=on_cpu):
             self._notes.append(note)
         return data, held_out
@@ -604,7 +609,7 @@ class Trainer(TrainingRun):
             evaluation = self._evaluate(held_out, number, interruption)
             if evaluation is not None:
                 self._notify("on_evaluation", self, evaluation)
-        stopping = False
+        stopping, run = False, None
         for number in range(self.first_step, steps + 1):
             if stopping or self._interrupted(interruption):
                 break
@@ -638,9 +643,9 @@ class Trainer(TrainingRun):
             stopping = self._interrupted(interruption)
             due = stopping or by_clock or (save and (saving.every_steps or clock))
             switch = self._next is not None and not (self.finished or stopping)
+            pending = bool(evaluate and held_out and not result)
+            run = msgspec.structs.replace(done, progress={"evaluation_owed": pending})
             if due or switch:
-                pending = bool(evaluate and held_out and not result)
-                run = msgspec.structs.replace(done, progress={"evaluation_owed": pending})
                 saved = bool(due) and self._save(run)
                 if switch:
                     self._switch(run, saved=saved)
@@ -648,6 +653,8 @@ class Trainer(TrainingRun):
             if self.finished:
                 break
         if stopping or self._interrupted(interruption):
+            if run is not None and not stopping and self.saved_step != run.step:
+                self._save(run)  # the signal came after the last look at the end of the step
             # Without an own signal, another rank received one.
             raise interruption.error() if interruption else Interrupted(signal.SIGTERM)
         return Fitted(number, loss, evaluation, self._stopped if number < steps else "")

@@ -23,6 +23,7 @@ from megatrain.simulator.hardware.several_gpus import SeveralGpus
 from megatrain.simulator.model.optimizer import find
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.schedule.plan import Plan
 
 __all__ = [
     "Calibrated",
@@ -32,6 +33,7 @@ __all__ = [
     "Replayed",
     "EstimatedCosts",
     "cost_model",
+    "costs_of",
 ]
 
 
@@ -40,33 +42,46 @@ GROUP = "megatrain.cost_models"
 
 
 def cost_model(
-    hardware: HardwareSpec, model: ModelSpec, workload: Workload, gpus: int = 1
+    hardware: HardwareSpec, model: ModelSpec, workload: Workload, gpus: int = 1, hosts: int = 1
 ) -> CostModel:
     """Returns the cost model of `model` and `workload` on `hardware`.
 
     If `hardware.cost_model` names a cost model, it is used. Otherwise it is `Calibrated` if the
     machine was measured, and `Datasheet` if not. Its durations are multiplied by
-    `hardware.corrections`, if there are any. With several `gpus`, copies are slower, because the
-    GPUs share the host's memory. If several GPUs were measured (`HardwareSpec.several`), copies and
-    collectives have the measured rates.
+    `hardware.corrections`, if there are any. With several `gpus` of a host, copies are slower,
+    because these GPUs share the host's memory. If several GPUs were measured
+    (`HardwareSpec.several`), copies and collectives have the measured rates. With several `hosts`,
+    collectives also take the time of the network.
 
-    Raises UserError if a cost model from outside the package is not found or fails, or if the
-    workload has fp8 products and the machine does not.
+    Raises UserError if a cost model from outside the package is not found or fails, if the workload
+    has fp8 products and the machine does not, or if there are several hosts and the machine has no
+    rate of the network.
     """
     make = _made if hardware.cost_model else _shared
-    return make(hardware, model, workload, gpus)
+    return make(hardware, model, workload, gpus, hosts)
 
 
-def _made(hardware: HardwareSpec, model: ModelSpec, workload: Workload, gpus: int) -> CostModel:
+def costs_of(plan: Plan, hardware: HardwareSpec) -> CostModel:
+    """Returns the cost model of `plan` on `hardware`, with the network of the plan if it names one.
+
+    Raises UserError as `cost_model` does.
+    """
+    machine = hardware.with_network(plan.network_gb_per_s)
+    return cost_model(machine, plan.model, plan.workload, plan.gpus, plan.hosts)
+
+
+def _made(
+    hardware: HardwareSpec, model: ModelSpec, workload: Workload, gpus: int, hosts: int
+) -> CostModel:
     """Returns what `cost_model` returns, made anew."""
-    measured = hardware.measured_together(gpus)
-    costs = _uncorrected(hardware, model, workload, measured)
+    measured = hardware.measured_together(gpus // hosts)
+    costs = _uncorrected(hardware, model, workload, gpus, hosts, measured)
     if hardware.corrections:
         costs = Corrected(costs, hardware.corrections)
-    if gpus == 1:
+    if gpus == hosts:
         return costs
-    exact = measured if measured and measured.gpus == gpus else None
-    return OneOfSeveral(costs, link_share(hardware, gpus), exact)
+    exact = measured if measured and (measured.gpus, 1) == (gpus, hosts) else None
+    return OneOfSeveral(costs, link_share(hardware, gpus // hosts), exact)
 
 
 _shared = functools.lru_cache(maxsize=8)(_made)
@@ -75,20 +90,32 @@ know about plans."""
 
 
 def _uncorrected(
-    hardware: HardwareSpec, model: ModelSpec, workload: Workload, several: SeveralGpus | None
+    hardware: HardwareSpec,
+    model: ModelSpec,
+    workload: Workload,
+    gpus: int,
+    hosts: int,
+    several: SeveralGpus | None,
 ) -> CostModel:
     """Returns the cost model without `hardware.corrections` and the sharing of links. `several` has
-    the collectives of several GPUs, if they were measured.
+    the collectives of several GPUs of a host, if they were measured.
     """
     if workload.fp8:
         fp8_speed(hardware)
     if hardware.cost_model:
+        if hosts > 1:
+            raise UserError(
+                f"hardware {hardware.name}: cost_model {hardware.cost_model}",
+                found=f"a cost model from outside the package, and {hosts} hosts",
+                allowed="a built-in cost model, which knows the network",
+                fix="remove it, or plan for one host",
+            )
         return _from_outside(hardware, model, workload)
     table = hardware.costs
     if table is None:
-        return Datasheet(hardware, model, workload, several=several)
+        return Datasheet(hardware, model, workload, gpus, hosts, several=several)
     datasheet = (
-        Datasheet(hardware, model, workload, several=several)
+        Datasheet(hardware, model, workload, gpus, hosts, several=several)
         if workload.dtype in hardware.peak_tflops
         else None
     )

@@ -10,7 +10,9 @@
       + traffic share x moved bytes / device rate
 
 * Collectives among GPUs: latency + bytes received / rate between GPUs, and the sum of gradients.
-  If several GPUs were measured together, latency and rates are those of the measurement.
+  If several GPUs were measured together, latency and rates are those of the measurement. With
+  several hosts, the bytes that a host receives over the network take their own time
+  (`_network_ns`). The network's use of the host's DRAM and links is not modelled.
 * Other ops: bytes or parameters divided by a rate. The matrix products of an update take their
   FLOPs divided by the rate of linear layers in bf16. On the host, the time of another optimizer's
   update is that of AdamW, scaled by the bytes that both move.
@@ -74,7 +76,7 @@ from megatrain.simulator.schedule import (
     computes_output,
     has_saved_attention,
 )
-from megatrain.simulator.schedule.arithmetic import summed_columns
+from megatrain.simulator.schedule.arithmetic import from_other_hosts, summed_columns
 from megatrain.simulator.schedule.operands import exchanged, pieces
 
 _ADAM_BYTES = 22
@@ -122,7 +124,7 @@ def fp8_speed(hardware: HardwareSpec) -> float:
 
 class Datasheet(EstimatedCosts):
     """Durations from the rates of a HardwareSpec. Raises UserError if the machine has no peak for
-    the workload's dtype.
+    the workload's dtype, or no rate of the network if there are several hosts.
     """
 
     dispatch_ns: Mapping[str, int]
@@ -132,12 +134,31 @@ class Datasheet(EstimatedCosts):
         hardware: HardwareSpec,
         model: ModelSpec,
         workload: Workload,
+        gpus: int = 1,
+        hosts: int = 1,
         *,
         several: SeveralGpus | None = None,
     ) -> None:
-        """`several` has the rates of collectives, if they were measured."""
+        """Makes the cost model.
+
+        Args:
+            hardware: The machine.
+            model: The model.
+            workload: The workload.
+            gpus: The number of GPUs that exchange data.
+            hosts: The number of hosts that have them.
+            several: The rates of collectives of the GPUs of a host, if they were measured.
+        """
         self.hardware, self.model, self.workload = hardware, model, workload
-        self.several = several
+        self._gpus, self._hosts, self.several = gpus, hosts, several
+        if hosts > 1 and hardware.network_gb_per_s is None:
+            raise UserError(
+                f"hardware {hardware.name}: network_gb_per_s",
+                found=f"no rate, and {hosts} hosts",
+                allowed="the GB/s that a host receives from other hosts",
+                fix="pass --network, such as --network 50, or set network=50 in a plan with"
+                " `megatrain plan --from`",
+            )
         if workload.dtype not in hardware.peak_tflops:
             raise UserError(
                 f"hardware {hardware.name}: peak_tflops",
@@ -208,8 +229,8 @@ class Datasheet(EstimatedCosts):
         flops = longest_product_flops(self.model, self.workload, self._fp8_speed)
         return flops / self._linear_flops_per_ns
 
-    def collective_bytes(self, gpus: int) -> int:
-        return self.hardware.collectives(gpus)
+    def collective_bytes(self, gpus: int, hosts: int = 1) -> int:
+        return self.hardware.collectives(gpus, hosts)
 
     def touched_bytes(self, op: Op) -> int:
         return self._elementwise.touched_bytes(op) or 0
@@ -406,6 +427,10 @@ class Datasheet(EstimatedCosts):
         adding them. One kernel reads each part once and writes the fp32 sum. It also reads the sum
         if the op adds to it. If the parts are exchanged in pieces, each piece has the latency of a
         collective, and the pieces that are sent are copied first.
+
+        With several hosts, the ranks of a host pass each other what they have gathered from other
+        hosts, so the times of network and links are added. Gradients take both ways at once, so the
+        longer time counts.
         """
         rate = self._collective_rate(op.kind)
         added, times = 0.0, 1
@@ -417,10 +442,13 @@ class Datasheet(EstimatedCosts):
             added = self._sum_slowdown * (parts * part + (1 + adding) * 4 * op.parameters)
             times = sources * pieces(op)
             added += 2 * parts * part if pieces(op) > 1 else 0
+        far = from_other_hosts(op.kind, op.bytes, self._gpus, self._hosts)
+        near_ns = (op.bytes - far) / rate.gb_per_s
+        far_ns = self._network_ns(far, times)
+        if op.kind == "exchange_gradients":
+            near_ns, far_ns = max(near_ns, far_ns), 0.0
         return math.ceil(
-            times * rate.latency_ns
-            + op.bytes / rate.gb_per_s
-            + added / self.hardware.device_gb_per_s
+            times * rate.latency_ns + near_ns + far_ns + added / self.hardware.device_gb_per_s
         )
 
     @property
@@ -435,6 +463,16 @@ class Datasheet(EstimatedCosts):
         hardware = self.hardware
         peer = hardware.peer_gb_per_s or min(hardware.h2d_gb_per_s, hardware.d2h_gb_per_s)
         return CollectiveRate(latency_ns=hardware.link_latency_ns, gb_per_s=peer)
+
+    def _network_ns(self, received: int, times: int) -> float:
+        """Returns the time in ns in which each GPU of a host receives `received` bytes over the
+        host's network, in `times` exchanges.
+        """
+        rate = self.hardware.network_gb_per_s
+        if not received or rate is None:
+            return 0.0
+        of_host = received * (self._gpus // self._hosts)
+        return times * self.hardware.network_latency_ns + of_host / rate
 
     def products_ns(self, op: Op) -> int:
         """Returns the time of an update's matrix products in ns, from their FLOPs."""

@@ -38,6 +38,7 @@ from megatrain.simulator.hardware.rates import Rates
 from megatrain.simulator.hardware.several_gpus import SeveralGpus, check_measured_counts, nearest
 from megatrain.simulator.hardware.shared import SharedMachine, machines_folder, shared_machines
 from megatrain.simulator.schedule import LANES
+from megatrain.simulator.schedule.plan import MOST_NETWORK_GB_PER_S
 
 GROUP = "megatrain.hardware"
 """The entry point group of machines that installed packages define."""
@@ -97,6 +98,12 @@ class HardwareSpec(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True)
     peer_gb_per_s: float | None = None
     """GB/s that each GPU receives from the other GPUs of its host in a collective. If it is None,
     the rate of the link to the host is used."""
+    network_gb_per_s: float | None = None
+    """GB/s that the host receives from other hosts. Its GPUs share this rate. A plan for several
+    hosts is refused if it is None here and in the plan."""
+    network_latency_ns: int = 20_000
+    """Fixed time of one exchange between hosts in nanoseconds. The default is assumed, not
+    measured."""
     watts: float | None = None
     """Board power of the GPU, or of the whole package of a unified machine, in watts."""
     library_bytes: int = 0
@@ -185,6 +192,14 @@ class HardwareSpec(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True)
         for key, factor in self.corrections.items():
             refuse_unknown(f"{where}: corrections.{key}", key.rpartition("@")[2], (*LANES, "all"))
             within(f"{where}: corrections.{key}", factor, 1e-9, 1e9)
+
+    def with_network(self, gb_per_s: float | None) -> HardwareSpec:
+        """Returns the machine with `network_gb_per_s`, or unchanged for None. Raises UserError if
+        the rate is out of range.
+        """
+        if gb_per_s is None:
+            return self
+        return msgspec.structs.replace(self, network_gb_per_s=gb_per_s)
 
     def memory_limits(
         self, device_limit: int | None = None, host_limit: int | None = None
@@ -287,12 +302,18 @@ class HardwareSpec(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True)
             (machine for machine in _only_measured().values() if gpu in machine.gpu_names), None
         )
 
-    def collectives(self, gpus: int) -> int:
+    def collectives(self, gpus: int, hosts: int = 1) -> int:
         """Returns the GPU memory that NCCL keeps on each of `gpus` GPUs, in bytes.
 
         If another number of GPUs was measured, `collective_peer_bytes` are added or subtracted for
-        each GPU more or less.
+        each GPU more or less. With several `hosts`, the GPUs of a host also have a group of their
+        own. It is assumed to take the memory of that many GPUs, which was not measured.
         """
+        own = gpus // hosts
+        return sum(self._group_bytes(size) for size in ([gpus] if hosts == 1 else [gpus, own]))
+
+    def _group_bytes(self, gpus: int) -> int:
+        """Returns the GPU memory that NCCL keeps for one group of `gpus` GPUs, in bytes."""
         if gpus == 1:
             return 0
         measured = self.measured_together(gpus)
@@ -445,6 +466,8 @@ _LIMITS: dict[str, tuple[float, float]] = {
     "cpu_adam_per_s": (1, 1e15),
     "attention_half_tokens": (0, MOST_HALF_TOKENS),
     "link_latency_ns": (0, 10**9),
+    "network_gb_per_s": (0.001, MOST_NETWORK_GB_PER_S),
+    "network_latency_ns": (0, 10**9),
     "watts": (0.001, 1e6),
     "uncertainty": (0, 0.9),
 }

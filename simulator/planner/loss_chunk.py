@@ -34,7 +34,7 @@ import msgspec
 
 from megatrain.simulator import policies as policy_library
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.costs import CostModel, cost_model
+from megatrain.simulator.costs import CostModel, costs_of
 from megatrain.simulator.costs.calibrated import measured_chunks
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
@@ -68,13 +68,15 @@ def with_loss_chunk(
     host_limit: int | None = None,
     policies: list[str] | None = None,
     gpus: int = 1,
+    hosts: int = 1,
 ) -> Workload:
     """Returns `workload` with the loss chunk that the planner chooses.
 
     The loss chunk of `workload` is kept in five cases: no plan fits with any chunk, the machine has
     no costs for the workload, its calibration does not say what chunk it measured, all policies
     are only for prediction, or several `gpus` cannot share the step. `workload` is that of each
-    GPU. The other arguments are those of `candidates`.
+    GPU. `hosts` is the number of hosts that have the GPUs. The other arguments are those of
+    `candidates`.
 
     Raises UserError for an unknown policy, as `candidates` does.
     """
@@ -91,7 +93,8 @@ def with_loss_chunk(
         if not policy_library.find(plan.policy).prediction_only
     ]
     if gpus > 1:
-        plans = [of_all(plan, hardware, gpus) for plan in plans if shares(plan, gpus)]
+        able = [plan for plan in plans if shares(plan, gpus, hosts)]
+        plans = [of_all(plan, hardware, gpus, hosts) for plan in able]
     measured = _measured(hardware, model, workload)
     if not plans or measured == {0}:
         return workload
@@ -198,8 +201,8 @@ class _ChunkSearch:
     def _with_costs(self, plan: Plan, chunk: int) -> tuple[Plan, CostModel]:
         """Returns `plan` with a loss chunk, and its costs."""
         work = msgspec.structs.replace(plan.workload, loss_chunk=chunk)
-        costs = cost_model(self._hardware, plan.model, work, plan.gpus)
-        return msgspec.structs.replace(plan, workload=work), costs
+        plan = msgspec.structs.replace(plan, workload=work)
+        return plan, costs_of(plan, self._hardware)
 
 
 def _step_ns(plan: Plan, costs: CostModel, limit: float) -> float:

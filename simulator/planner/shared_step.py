@@ -1,8 +1,8 @@
-"""shared_step: searches for the best plan for several GPUs of one host.
+"""shared_step: searches for the best plan for several GPUs, of one host or of several.
 
 Each GPU trains as many micro-batches as the given plan for one GPU has, so a step of N GPUs has N
 times the tokens. Each GPU owns an N-th of the state and may use the device memory of the given
-plan. The GPUs share its host memory, unless each GPU of the machine has its own.
+plan. The GPUs of a host share its host memory, unless each GPU of the machine has its own.
 
 The search is that for one GPU (`placement_search.py`), with the schedule of a rank. It chooses what
 each GPU keeps on the device, slots, bytes of a copy, saved activations and offloaded inputs. It
@@ -18,7 +18,7 @@ import msgspec
 
 from megatrain.simulator import policies as policy_library
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.costs import cost_model
+from megatrain.simulator.costs import costs_of
 from megatrain.simulator.costs.several_gpus import has_own_memory
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.workload import MOST_MICRO_BATCHES
@@ -35,17 +35,18 @@ from megatrain.simulator.planner.search import fastest
 from megatrain.simulator.schedule.plan import Knobs, Plan
 
 
-def shared_step(plan: Plan, hardware: HardwareSpec, gpus: int) -> Choice:
+def shared_step(plan: Plan, hardware: HardwareSpec, gpus: int, hosts: int = 1) -> Choice:
     """Returns the fastest plan for `gpus` GPUs that fits, or one that does not fit if none does.
 
     Args:
         plan: A plan for one GPU, with the model, the workload and the memory limits. Its knobs are
             not used.
-        hardware: The machine of the plan.
+        hardware: The machine of the plan, which is each of the hosts.
         gpus: The number of GPUs.
+        hosts: The number of hosts that have these GPUs.
 
-    Raises UserError if the policy of the plan cannot share the step, or if the step would have too
-    many micro-batches.
+    Raises UserError if the policy of the plan cannot share the step, if the step would have too
+    many micro-batches, or if there are several hosts and the machine has no rate of the network.
     """
     per_gpu = plan.workload.accumulation
     if per_gpu * gpus > MOST_MICRO_BATCHES:
@@ -55,10 +56,10 @@ def shared_step(plan: Plan, hardware: HardwareSpec, gpus: int) -> Choice:
             allowed=f"{MOST_MICRO_BATCHES // gpus:,}, which is {MOST_MICRO_BATCHES:,} in a step",
             fix="lower --accumulation, or raise --batch",
         )
-    first = of_all(plan, hardware, gpus)
+    first = of_all(plan, hardware, gpus, hosts)
     policy_library.outline(first, merged=True)  # raises UserError if the step cannot be shared
     searches = [
-        PlacementSearch(grouped, cost_model(hardware, plan.model, grouped.workload, gpus))
+        PlacementSearch(grouped, costs_of(grouped, hardware))
         for grouped in (in_groups(first, size) for size in group_sizes(first))
     ]
     best = fastest(searches)
@@ -67,7 +68,7 @@ def shared_step(plan: Plan, hardware: HardwareSpec, gpus: int) -> Choice:
     else:
         footprint = least_fitting(first, hardware)
         chosen = footprint.placed() if footprint else searches[0].nearest_miss()
-    choice = assess(chosen, cost_model(hardware, plan.model, chosen.workload, gpus))
+    choice = assess(chosen, costs_of(chosen, hardware))
     return msgspec.structs.replace(choice, runner_up=best.runner_up if best else None)
 
 
@@ -77,12 +78,7 @@ def least_fitting(plan: Plan, hardware: HardwareSpec) -> MemoryFootprint | None:
     """
     sizes = group_sizes(plan)
     found = (
-        fitting(
-            grouped,
-            hardware,
-            cost_model(hardware, plan.model, grouped.workload, plan.gpus),
-            [plan.policy],
-        )
+        fitting(grouped, hardware, costs_of(grouped, hardware), [plan.policy])
         for grouped in (in_groups(plan, size) for size in dict.fromkeys((sizes[0], sizes[-1])))
     )
     return next(filter(None, found), None)
@@ -94,12 +90,14 @@ def sharing(plan: Plan) -> Plan:
     return msgspec.structs.replace(plan, policy=name, digest="", prediction=None)
 
 
-def shares(plan: Plan, gpus: int) -> bool:
-    """Returns whether `gpus` GPUs can share the step of `plan`, which is for one GPU."""
+def shares(plan: Plan, gpus: int, hosts: int = 1) -> bool:
+    """Returns whether `gpus` GPUs of `hosts` hosts can share the step of `plan`, which is for one
+    GPU.
+    """
     if plan.workload.accumulation * gpus > MOST_MICRO_BATCHES:
         return False
     with contextlib.suppress(UserError):
-        policy_library.outline(of_all(plan, None, gpus), merged=True)
+        policy_library.outline(of_all(plan, None, gpus, hosts), merged=True)
         return True
     return False
 
@@ -108,10 +106,12 @@ def alone(plan: Plan, hardware: HardwareSpec) -> Plan:
     """Returns the plan for one GPU from which `shared_step` begins its search for plans like
     `plan`, which is for several GPUs.
     """
-    work, ranks = plan.workload, 1 if has_own_memory(hardware) else plan.gpus
+    work, ranks = plan.workload, 1 if has_own_memory(hardware) else plan.gpus_per_host
     single = msgspec.structs.replace(
         plan,
         gpus=1,
+        hosts=1,
+        network_gb_per_s=None,
         digest="",
         prediction=None,
         host_limit_bytes=plan.host_limit_bytes * ranks,
@@ -123,17 +123,20 @@ def alone(plan: Plan, hardware: HardwareSpec) -> Plan:
     return msgspec.structs.replace(single, knobs=first_knobs(single))
 
 
-def of_all(plan: Plan, hardware: HardwareSpec | None, gpus: int) -> Plan:
-    """Returns `plan`, which is for one GPU, for `gpus` GPUs, with its `first_knobs`. Without
-    `hardware`, the GPUs share the host memory.
+def of_all(plan: Plan, hardware: HardwareSpec | None, gpus: int, hosts: int = 1) -> Plan:
+    """Returns `plan`, which is for one GPU, for `gpus` GPUs of `hosts` hosts, with its
+    `first_knobs`. With several hosts, it names the rate of the network that is predicted. Without
+    `hardware`, the GPUs of a host share its memory.
     """
     own_memory = hardware is not None and has_own_memory(hardware)
     shared = msgspec.structs.replace(
         plan,
         gpus=gpus,
+        hosts=hosts,
+        network_gb_per_s=hardware.network_gb_per_s if hardware and hosts > 1 else None,
         digest="",
         prediction=None,
-        host_limit_bytes=plan.host_limit_bytes // (1 if own_memory else gpus),
+        host_limit_bytes=plan.host_limit_bytes // (1 if own_memory else gpus // hosts),
         workload=msgspec.structs.replace(
             plan.workload, accumulation=plan.workload.accumulation * gpus, sum_group=1
         ),

@@ -101,6 +101,25 @@ def part_elements(plan: Plan, layer: str) -> int:
     return -(-elements // (plan.gpus * NORM_ROW)) * NORM_ROW
 
 
+def from_other_hosts(kind: str, received: int, gpus: int, hosts: int) -> int:
+    """Returns how many bytes of a collective a rank receives over the network.
+
+    Gradients of each rank go directly to each other rank. All other collectives gather: a rank
+    receives the part of one rank of each other host over the network, and the other parts of these
+    hosts from the ranks of its own host.
+
+    Args:
+        kind: The kind of the op.
+        received: The bytes that a rank receives from all other ranks, of each the same number.
+        gpus: The number of ranks.
+        hosts: The number of hosts.
+    """
+    if hosts == 1:
+        return 0
+    ranks = gpus - gpus // hosts if kind == "exchange_gradients" else hosts - 1
+    return received * ranks // (gpus - 1)
+
+
 def micro_batch_of(plan: Plan, rank: int, micro: int) -> int:
     """Returns the micro-batch of the step that is micro-batch `micro` of `rank`.
 

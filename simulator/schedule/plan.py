@@ -12,6 +12,7 @@ import msgspec
 
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import read_toml, write_toml
+from megatrain.simulator.base.units import counted
 from megatrain.simulator.model.families import CAN_SAVE_ATTENTION
 from megatrain.simulator.model.optimizer import ADAMW
 from megatrain.simulator.model.specs import ModelSpec
@@ -21,6 +22,10 @@ from megatrain.simulator.model.workload import Workload
 FORMAT = 1
 MOST_GPUS = 16
 """The most GPUs of one host."""
+MOST_HOSTS = 4
+"""The most hosts of a plan."""
+MOST_NETWORK_GB_PER_S = 1e6
+"""The highest rate of a network, in GB/s. It stands for a network without limit."""
 
 
 OF_DECODERS = ("saved_activations", "offloaded_inputs", "saved_attention", "offloaded_attention")
@@ -158,9 +163,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """The digest of the schedule that `policy` makes from this plan. The runtime refuses a plan if
     it computes another digest."""
     gpus: int = 1
-    """GPUs of one host that train together, each with a process of its own (a rank). All ranks
-    execute the same schedule, on their own micro-batches and their own part of the state. The
-    number does not change a bit of the result."""
+    """GPUs that train together, each with a process of its own (a rank). All ranks execute the same
+    schedule, on their own micro-batches and their own part of the state. The number does not change
+    a bit of the result."""
+    hosts: int = 1
+    """Hosts that have these GPUs, the same number each. Rank r is on host r // `gpus_per_host`. The
+    number changes neither the schedule nor a bit of the result."""
+    network_gb_per_s: float | None = None
+    """GB/s that each host receives from the other hosts, for predictions. None means the number of
+    the machine. It has no effect with one host."""
     hardware: str
     """The machine: a name in the library, or the path of a calibrated file, relative to the
     plan."""
@@ -196,21 +207,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                     allowed=">= 1",
                     fix=f"set {field} to the bytes that the run may use",
                 )
-        work = self.workload
-        if not 1 <= self.gpus <= MOST_GPUS or work.accumulation % (self.gpus * work.sum_group):
-            raise UserError(
-                "plan: gpus",
-                found=self.gpus,
-                allowed=(
-                    f"1 to {MOST_GPUS}, and a divisor of the {work.accumulation // work.sum_group}"
-                    " groups of micro-batches of a step (accumulation / sum_group)"
-                ),
-                fix=(
-                    f"set accumulation to a multiple of {self.gpus * work.sum_group}"
-                    if 1 <= self.gpus <= MOST_GPUS
-                    else f"set gpus to 1 to {MOST_GPUS}"
-                ),
-            )
+        self._refuse_gpus()
         group, accumulation = self.knobs.micro_batch_group, self.micro_batches
         if group > 1 and (self.model.tied or accumulation % group):
             raise UserError(
@@ -223,6 +220,44 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 ),
                 fix="set micro_batch_group = 1",
             )
+
+    def _refuse_gpus(self) -> None:
+        """Raises UserError if the numbers of GPUs and hosts do not fit each other or the step."""
+        work, most = self.workload, MOST_GPUS * max(self.hosts, 1)
+        if not 1 <= self.gpus <= most or work.accumulation % (self.gpus * work.sum_group):
+            raise UserError(
+                "plan: gpus",
+                found=self.gpus,
+                allowed=(
+                    f"1 to {most}, and a divisor of the {work.accumulation // work.sum_group}"
+                    " groups of micro-batches of a step (accumulation / sum_group)"
+                ),
+                fix=(
+                    f"set accumulation to a multiple of {self.gpus * work.sum_group}"
+                    if 1 <= self.gpus <= most
+                    else f"set gpus to 1 to {most}"
+                ),
+            )
+        if not 1 <= self.hosts <= MOST_HOSTS or self.gpus % self.hosts:
+            raise UserError(
+                "plan: hosts",
+                found=self.hosts,
+                allowed=f"1 to {MOST_HOSTS}, and a divisor of the {counted(self.gpus, 'GPU')}",
+                fix="set hosts = 1, or gpus to a multiple of hosts",
+            )
+        rate = self.network_gb_per_s
+        if rate is not None and not 0.001 <= rate <= MOST_NETWORK_GB_PER_S:
+            raise UserError(
+                "plan: network_gb_per_s",
+                found=rate,
+                allowed=f"0.001 to {MOST_NETWORK_GB_PER_S:,.0f} GB/s",
+                fix="set network_gb_per_s to the GB/s that a host receives",
+            )
+
+    @property
+    def gpus_per_host(self) -> int:
+        """GPUs of each host."""
+        return self.gpus // self.hosts
 
     @property
     def micro_batches(self) -> int:
@@ -251,8 +286,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 del data["workload"][field]
         if not self.knobs.placement.offloaded_attention:
             del data["knobs"]["placement"]["offloaded_attention"]
-        if self.gpus == 1:
-            del data["gpus"]
+        for field in ("gpus", "hosts"):
+            if data[field] == 1:
+                del data[field]
         if self.knobs.micro_batch_group == 1:
             del data["knobs"]["micro_batch_group"]
         for knob in ("rebuild_outputs", "exchange_bytes"):

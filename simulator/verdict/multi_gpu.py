@@ -1,4 +1,4 @@
-"""Predicts the speed of several GPUs in one host, from a plan for one GPU.
+"""Predicts the speed of several GPUs, from a plan for one GPU.
 
 If a policy can share the step, the prediction is that of the best plan for N GPUs
 (`planner/shared_step.py`). Otherwise it is an estimate for data parallelism. Each of N GPUs trains
@@ -18,7 +18,7 @@ import msgspec
 
 from megatrain.simulator import policies
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.costs import CostModel
+from megatrain.simulator.costs import CostModel, costs_of
 from megatrain.simulator.costs.scaled import ScaledCosts
 from megatrain.simulator.costs.several_gpus import has_own_memory, link_share
 from megatrain.simulator.hardware.machine import HardwareSpec
@@ -30,7 +30,8 @@ from megatrain.simulator.planner.assessment import step_seconds as expected_seco
 from megatrain.simulator.planner.search import candidates
 from megatrain.simulator.planner.shared_step import shared_step, shares, sharing
 from megatrain.simulator.schedule import Op, Schedule
-from megatrain.simulator.schedule.plan import MOST_GPUS, Plan
+from megatrain.simulator.schedule.arithmetic import from_other_hosts
+from megatrain.simulator.schedule.plan import MOST_GPUS, MOST_HOSTS, MOST_NETWORK_GB_PER_S, Plan
 
 _SHARED = (
     "load_state",
@@ -50,11 +51,27 @@ _SHARED_NOTE = "from the schedule of `megatrain plan --gpus`: each owns 1/N of t
 _NOT_MEASURED = "links limited by DRAM; measured steps of two and four GPUs took up to 9 % longer"
 
 
+class NetworkCost(msgspec.Struct, frozen=True, kw_only=True):
+    """What the network between hosts costs in one step."""
+
+    gb_per_s: float
+    """GB/s that each host receives, as assumed."""
+    received_bytes: int
+    """Bytes that each host receives from the other hosts."""
+    seconds: float
+    """Seconds by which the step is longer than that of the same plan with a network of unlimited
+    rate."""
+
+
 class MultiGpu(msgspec.Struct, frozen=True, kw_only=True):
-    """A prediction, or a first estimate, of the speed of several GPUs of one host."""
+    """A prediction, or a first estimate, of the speed of several GPUs."""
 
     gpus: int
     """Number of GPUs."""
+    hosts: int = 1
+    """Number of hosts that have these GPUs."""
+    network: NetworkCost | None = None
+    """What the network between the hosts costs. None for one host."""
     workload: Workload | None = None
     """The workload of a step of all GPUs if they share it. None for an estimate, in which each GPU
     has the workload of one."""
@@ -67,7 +84,7 @@ class MultiGpu(msgspec.Struct, frozen=True, kw_only=True):
     limit the step of one GPU, because each GPU has only a part of the state. It means nothing if
     the model does not fit on one GPU."""
     host_peak_bytes: int
-    """Peak of host memory for all GPUs, in bytes."""
+    """Peak of the memory of a host for all its GPUs, in bytes."""
     feasible: bool
     """Whether host and device memory suffice."""
     device_peak_bytes: int | None = None
@@ -83,9 +100,10 @@ class MultiGpu(msgspec.Struct, frozen=True, kw_only=True):
     """What the prediction assumes, in words."""
 
 
-def check_gpus(gpus: int, hardware: HardwareSpec) -> None:
+def check_gpus(gpus: int, hardware: HardwareSpec, hosts: int = 1) -> None:
     """Raises UserError if `gpus` is more than a host has, or more than one on a machine with
-    unified memory.
+    unified memory. With several `hosts`, also if they cannot have the same number of GPUs each, or
+    if the machine has no rate of the network.
     """
     if hardware.unified and gpus != 1:
         raise UserError(
@@ -94,13 +112,50 @@ def check_gpus(gpus: int, hardware: HardwareSpec) -> None:
             allowed=f"1: {hardware.name} has one memory for CPU and GPU",
             fix="leave it out",
         )
-    if not 1 <= gpus <= MOST_GPUS:
+    if not 1 <= hosts <= MOST_HOSTS or gpus % hosts:
+        raise UserError(
+            "--hosts",
+            found=f"{hosts} with --gpus {gpus}",
+            allowed=f"1 to {MOST_HOSTS}, and a divisor of --gpus, the GPUs of all hosts",
+            fix="write it like --gpus 8 --hosts 2",
+        )
+    if not 1 <= gpus <= MOST_GPUS * hosts:
         raise UserError(
             "--gpus",
             found=gpus,
-            allowed=f"1 to {MOST_GPUS}, on one host",
+            allowed=f"1 to {MOST_GPUS}, on one host"
+            if hosts == 1
+            else f"{hosts} to {MOST_GPUS * hosts}, on {hosts} hosts",
             fix="write it like --gpus 8",
         )
+    if hosts > 1 and hardware.network_gb_per_s is None:
+        raise UserError(
+            "--network",
+            found=f"none, with --hosts {hosts}",
+            allowed=f"the GB/s that a host receives from the others, which {hardware.name} does not"
+            " have",
+            fix="write it like --network 50, for 400 Gbit/s",
+        )
+
+
+def network_cost(choice: Choice, hardware: HardwareSpec) -> NetworkCost | None:
+    """Returns what the network costs in a step of `choice`, or None for a plan for one host."""
+    plan = choice.plan
+    rate = plan.network_gb_per_s or hardware.network_gb_per_s
+    if plan.hosts == 1 or rate is None:
+        return None
+    unlimited = msgspec.structs.replace(plan, network_gb_per_s=MOST_NETWORK_GB_PER_S)
+    schedule = policies.lower(plan)
+    received = sum(
+        from_other_hosts(op.kind, op.bytes, plan.gpus, plan.hosts)
+        for op in schedule.ops
+        if op.lane == "exchange"
+    )
+    return NetworkCost(
+        gb_per_s=rate,
+        received_bytes=plan.gpus_per_host * received,
+        seconds=choice.step_seconds - expected_seconds(schedule, costs_of(unlimited, hardware)),
+    )
 
 
 def predicted(
@@ -110,10 +165,11 @@ def predicted(
     costs: CostModel,
     gpus: int,
     work: Workload | None = None,
+    hosts: int = 1,
 ) -> MultiGpu:
     """Returns the prediction for `gpus` GPUs that share the step of `choice`, a plan for one GPU.
 
-    If no policy can share the step, the result is that of `estimate`.
+    If no policy can share the step, the result is that of `estimate`, which is for one host.
 
     Args:
         choice: The plan for one GPU and its prediction.
@@ -122,26 +178,37 @@ def predicted(
         costs: The cost model of one GPU.
         gpus: The number of GPUs.
         work: The workload of each GPU if they share the step. None means that of the plan.
+        hosts: The number of hosts that have the GPUs.
 
-    Raises UserError as `check_gpus` does.
+    Raises UserError as `check_gpus` does, and if several hosts cannot share the step.
     """
-    check_gpus(gpus, hardware)
+    check_gpus(gpus, hardware, hosts)
     plan, alone = choice.plan, choice.step_seconds
     common = sharing(msgspec.structs.replace(plan, workload=work or plan.workload))
-    if not shares(common, gpus):
+    if not shares(common, gpus, hosts):
+        if hosts > 1:
+            raise UserError(
+                "--hosts",
+                found=f"{hosts}, and a step that GPUs cannot share",
+                allowed="1, or a step that `megatrain plan --gpus` can plan",
+                fix="leave --hosts out",
+            )
         leaving = _leaving(choice, hardware, costs.collective_bytes(gpus))
         if leaving.plan != plan:
             schedule = policies.lower(leaving.plan)
         return estimate(leaving.plan, schedule, leaving.account, hardware, costs, alone, gpus)
-    shared, links = shared_step(common, hardware, gpus), link_share(hardware, gpus)
+    shared = shared_step(common, hardware, gpus, hosts)
+    links = link_share(hardware, gpus // hosts)
     speed = tokens_per_second(shared.plan.workload, shared.step_seconds)
     return MultiGpu(
         gpus=gpus,
+        hosts=hosts,
+        network=network_cost(shared, hardware),
         workload=shared.plan.workload,
         step_seconds=shared.step_seconds,
         tokens_per_second=speed,
         speedup=speed / tokens_per_second(plan.workload, alone),
-        host_peak_bytes=gpus * shared.account.host_peak_bytes,
+        host_peak_bytes=gpus // hosts * shared.account.host_peak_bytes,
         feasible=shared.feasible,
         device_peak_bytes=(
             shared.account.device_peak_bytes
@@ -150,18 +217,19 @@ def predicted(
         ),
         gb_per_s=links.alone,
         gb_per_s_both=links.together,
-        note=_shared_note(hardware, gpus),
+        note=_shared_note(hardware, gpus, hosts),
     )
 
 
-def _shared_note(hardware: HardwareSpec, gpus: int) -> str:
+def _shared_note(hardware: HardwareSpec, gpus: int, hosts: int) -> str:
     """Returns `MultiGpu.note` of GPUs that share a step."""
-    measured = hardware.measured_together(gpus)
-    return _SHARED_NOTE + (
+    measured = hardware.measured_together(gpus // hosts)
+    together = (
         f"{measured.gpus} GPUs were measured together on {measured.date}"
         if measured
         else _NOT_MEASURED
     )
+    return _SHARED_NOTE + together + ("; several hosts were not measured" if hosts > 1 else "")
 
 
 def _leaving(choice: Choice, hardware: HardwareSpec, size: int) -> Choice:

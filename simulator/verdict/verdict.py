@@ -18,7 +18,7 @@ import msgspec
 
 from megatrain.simulator import policies as policy_library
 from megatrain.simulator.base.units import format_bytes
-from megatrain.simulator.costs import Calibrated, CostModel, cost_model
+from megatrain.simulator.costs import Calibrated, CostModel, cost_model, costs_of
 from megatrain.simulator.costs.adjusted import WithinSpread
 from megatrain.simulator.costs.datasheet import Datasheet
 from megatrain.simulator.costs.several_gpus import OneOfSeveral, has_own_memory
@@ -56,7 +56,7 @@ from megatrain.simulator.schedule import Sizes, has_saved_attention
 from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.verdict.advice import Adviser
 from megatrain.simulator.verdict.marginal_memory import MarginalMemory, one_more_gib
-from megatrain.simulator.verdict.multi_gpu import MultiGpu, predicted
+from megatrain.simulator.verdict.multi_gpu import MultiGpu, NetworkCost, network_cost, predicted
 from megatrain.simulator.verdict.suggestion import Suggestion
 
 
@@ -105,6 +105,10 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     nothing is copied."""
     gpus: int
     """Number of GPUs that share a step. All bytes of memory are for one of them."""
+    hosts: int = 1
+    """Number of hosts that have these GPUs."""
+    network: NetworkCost | None = None
+    """What the network between the hosts costs. None for one host."""
     workload: Workload
     """The workload of a step."""
     model_longest_row: int | None = None
@@ -280,7 +284,7 @@ def summarize(
         low, high = step_range(choice.plan, choice.step_seconds, hardware)
     unknown = _unknown_memory(choice, hardware)
     left = plan.device_limit_bytes - account.device_peak_bytes
-    several = hardware.measured_together(plan.gpus)
+    several = hardware.measured_together(plan.gpus_per_host)
     verdict = Verdict(
         model=plan.model.name,
         parameters=plan.model.parameters,
@@ -292,6 +296,8 @@ def summarize(
         ),
         unified=hardware.unified,
         gpus=plan.gpus,
+        hosts=plan.hosts,
+        network=network_cost(choice, hardware),
         workload=work,
         model_longest_row=plan.model.longest_row,
         policy=plan.policy,
@@ -401,7 +407,7 @@ def step_range(
         return seconds * (1 - hardware.uncertainty), seconds * (1 + hardware.uncertainty)
     # The relative range is computed for two groups of micro-batches and used for any number.
     few, group = with_knobs(plan, groups=2), plan.knobs.micro_batch_group
-    costs = cost_model(hardware, few.model, few.workload, few.gpus)
+    costs = costs_of(few, hardware)
     # The spreads of one GPU say nothing about collectives, about GPUs that wait for each other, or
     # about the memory that their links share.
     one = costs.calibration if isinstance(costs, OneOfSeveral) else costs
@@ -495,7 +501,8 @@ def _change_needed(choice: Choice, hardware: HardwareSpec) -> str:
     if plan.gpus == 1 or not account.advice:
         return account.advice
     shared = account.host_peak_bytes > account.host_limit_bytes and not has_own_memory(hardware)
-    which = ", which share --host-memory" if shared else ""
+    sharing = "which" if plan.hosts == 1 else f"of which {plan.gpus_per_host} a host"
+    which = f", {sharing} share --host-memory" if shared else ""
     return f"{account.advice} for each of {plan.gpus} GPUs{which}"
 
 
@@ -545,6 +552,7 @@ def explain(
     names: list[str] | None = None,
     *,
     gpus: int = 1,
+    hosts: int = 1,
     tokens: int | None = None,
     advise: bool = True,
     marginal: bool = True,
@@ -558,7 +566,8 @@ def explain(
         choice: The plan to explain.
         hardware: The machine of the plan.
         names: Policies that advice may choose. The default is every policy that may be the fastest.
-        gpus: Number of GPUs in one host. If there are several, the verdict predicts their speed.
+        gpus: Number of GPUs. If there are several, the verdict predicts their speed.
+        hosts: Number of hosts that have these GPUs.
         tokens: Tokens to train on, for time and energy.
         advise: Whether to try changes that would help. This takes most of the time.
         marginal: Whether to predict the gain of one more GiB, for `one_more_gib`.
@@ -575,6 +584,7 @@ def explain(
         choice,
         hardware,
         gpus=gpus,
+        hosts=hosts,
         tokens=tokens,
         chunk_chosen=chunk_chosen,
         kernel_chosen=kernel_chosen,
@@ -595,6 +605,7 @@ def described(
     hardware: HardwareSpec,
     *,
     gpus: int = 1,
+    hosts: int = 1,
     tokens: int | None = None,
     chunk_chosen: bool = False,
     kernel_chosen: bool = False,
@@ -607,7 +618,7 @@ def described(
     plan. The other arguments are those of `explain`. Raises UserError as `explain` does.
     """
     plan, verdict = choice.plan, summarize(choice, hardware, kernel_chosen=kernel_chosen)
-    costs = cost_model(hardware, plan.model, plan.workload, plan.gpus)
+    costs = costs_of(plan, hardware)
     schedule = policy_library.lower(plan)
     sizes = costs.sizes(schedule)
     counts = Counter(sizes.which)
@@ -635,7 +646,9 @@ def described(
         reason="" if choice.feasible else _lacking(verdict),
         chunk_chosen=chunk_chosen,
         multi_gpu=(
-            None if gpus == 1 else predicted(choice, schedule, hardware, costs, gpus, shared_work)
+            None
+            if gpus == 1
+            else predicted(choice, schedule, hardware, costs, gpus, shared_work, hosts)
         ),
     )
     if tokens is not None:
@@ -766,6 +779,7 @@ def judge(
     host_limit: int | None = None,
     policies: list[str] | None = None,
     gpus: int = 1,
+    hosts: int = 1,
     tokens: int | None = None,
     advise: bool = True,
 ) -> Verdict:
@@ -778,7 +792,8 @@ def judge(
         device_limit: Device memory in bytes. The default is the machine's.
         host_limit: Host memory in bytes. The default is the machine's.
         policies: Policies to search, as in `search`.
-        gpus: Number of GPUs in one host. If there are several, the verdict predicts their speed.
+        gpus: Number of GPUs. If there are several, the verdict predicts their speed.
+        hosts: Number of hosts that have these GPUs.
         tokens: Tokens to train on, for time and energy.
         advise: Whether to try changes that would help. This takes most of the time.
 
@@ -792,4 +807,4 @@ def judge(
         host_limit=host_limit,
         policies=policies,
     )[0]
-    return explain(best, hardware, policies, gpus=gpus, tokens=tokens, advise=advise)
+    return explain(best, hardware, policies, gpus=gpus, hosts=hosts, tokens=tokens, advise=advise)

@@ -157,6 +157,28 @@ def test_ranks_give_the_bits_of_one_gpu(
     assert "step" not in driver.printed(1), "one rank reports"
 
 
+@pytest.mark.parametrize(
+    ("count", "hosts"), [(2, 2), (4, 2), pytest.param(4, 4, marks=pytest.mark.nightly)]
+)
+def test_ranks_of_several_hosts_give_the_bits_of_one_gpu(
+    driver: Driver,
+    saved_plan: Callable[..., str],
+    capsys: pytest.CaptureFixture[str],
+    count: int,
+    hosts: int,
+) -> None:
+    """The ranks of all hosts are on this machine. They only know each other by the network."""
+    names = ("in their order", "one group a rank" if count == 2 else "groups in pieces")
+    cases = {**CASES, "groups in pieces": {**CASES["one group a rank"], "accumulation": 8}}
+    plans = [saved_plan(f"{name}-hosts", gpus=count, hosts=hosts, **cases[name]) for name in names]
+    driver.start([[[plan] for plan in plans]] * count)
+    for name in names:
+        assert main([saved_plan(name, **cases[name])]) == 0
+    alone = results(capsys.readouterr().out)
+    assert driver.wait() == [0] * count, driver.printed(0)
+    assert results(driver.printed(0)) == alone
+
+
 def test_ranks_run_a_baseline_on_the_micro_batches_of_a_plan(
     driver: Driver, saved_plan: Callable[..., str]
 ) -> None:

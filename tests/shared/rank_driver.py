@@ -5,9 +5,13 @@ the ports of the runs. A run executes `megatrain.experiments.ranks`, or `megatra
 argument is `train` or `calibrate`. Each rank prints into a file of its own. Other keys of a line:
 
 * `folder`: the working directory.
+* `folders`: the working directory of each rank.
+* `appears_within_s`: how long ranks of other hosts look for a file of rank 0.
 * `timeout_s`: how long ranks wait for each other in a step.
 * `file_bytes`: the largest file that the last rank can write.
 * `hangs_at`: the call of the embedding in which the last rank sleeps for ever.
+* `interrupted_at`: the look for a signal from which on all ranks find one. There are two in a step,
+  before and after it.
 * `stops_at`: the call of `Ranks.total` before which the last rank stops itself.
 
 The answer is the process ids of the ranks. An empty line waits for the ranks, and its answer is
@@ -32,7 +36,7 @@ from megatrain.experiments.ranks import main
 from megatrain.experiments.run_report import pictures
 from megatrain.runtime import ranks
 from megatrain.runtime.layers.functional_layers import FunctionalLayers
-from megatrain.runtime.training import trainer  # noqa: F401 - imported before the fork
+from megatrain.runtime.training import shared_folder, trainer
 
 VERBS = ("train", "calibrate")
 """Runs of `megatrain` begin with one of these."""
@@ -42,6 +46,9 @@ def _rank(rank: int, request: dict[str, Any]) -> int:
     runs, count = request["runs"][rank], len(request["runs"])
     if "folder" in request:
         os.chdir(request["folder"])
+    if "folders" in request:
+        os.chdir(request["folders"][rank])
+    shared_folder._WAIT_S = request.get("appears_within_s", shared_folder._WAIT_S)
     ranks.TIMEOUT_S = request.get("timeout_s", ranks.TIMEOUT_S)
     if "file_bytes" in request and rank == count - 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (request["file_bytes"], resource.RLIM_INFINITY))
@@ -63,6 +70,11 @@ def _rank(rank: int, request: dict[str, Any]) -> int:
             return total(*given)
 
         ranks.Ranks.total = stop  # type: ignore[method-assign]
+    if "interrupted_at" in request:
+        looks = itertools.count(1)
+        trainer.Trainer._interrupted = (  # type: ignore[method-assign]
+            lambda *_: next(looks) >= request["interrupted_at"]
+        )
     pictures.draw_loss = lambda *_: None
     handle = os.open(request["out"][rank], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(handle, 1)

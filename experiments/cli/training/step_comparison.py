@@ -21,7 +21,7 @@ from megatrain.simulator.base.units import format_bytes, format_seconds
 from megatrain.simulator.compare.compare import compare
 from megatrain.simulator.compare.error_report import ErrorReport
 from megatrain.simulator.compare.error_table import signed_percent
-from megatrain.simulator.costs import cost_model
+from megatrain.simulator.costs import costs_of
 from megatrain.simulator.engine.discrete_event import simulate
 from megatrain.simulator.hardware.machine import is_calibrated
 from megatrain.simulator.schedule import Schedule
@@ -88,7 +88,7 @@ class StepComparison(Callback):
     def _compare(self, trainer: TrainingRun) -> ErrorReport:
         plan, schedule = trainer.plan, trainer.executor.schedule
         hardware = hardware_of(trainer.origin / "plan.toml", plan.hardware)
-        costs = cost_model(hardware, plan.model, plan.workload, plan.gpus)
+        costs = costs_of(plan, hardware)
         memory = measured_memory(trainer.executor, trainer.device_bytes_before)
         return compare(
             simulate(schedule, costs),

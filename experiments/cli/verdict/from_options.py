@@ -202,7 +202,7 @@ def with_fitting_state(
     candidates = [options.replaced(args, state=state) for state in states]
     if share:
         one_row = [options.replaced(entry, batch=args.batch or 1) for entry in candidates]
-        able = [_shares(_least_plan(entry, hardware, model), args.gpus) for entry in one_row]
+        able = [_shares(_least_plan(entry, hardware, model), args) for entry in one_row]
         candidates = list(itertools.compress(candidates, able)) or candidates
     batches = BATCHES[::-1] if args.batch is None else (args.batch,)
     fitting = (
@@ -232,6 +232,7 @@ def with_loss_chunk(
         host_limit=args.host_memory,
         policies=policies(args.policy),
         gpus=_gpus(args),
+        hosts=_hosts(args),
     )
     return options.replaced(args, loss_chunk=chosen.loss_chunk)
 
@@ -309,8 +310,8 @@ def _best(args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec) ->
 
     if _gpus(args) > 1 and getattr(args, "tokens_per_step", None) is None:
         plan = sharing(_least_plan(args, hardware, model))
-        if _shares(plan, args.gpus):
-            return shared_step(plan, hardware, args.gpus)
+        if _shares(plan, args):
+            return shared_step(plan, hardware, args.gpus, _hosts(args))
     return choices(args, hardware, model.name, hardware.name, model)[0]
 
 
@@ -379,7 +380,7 @@ def shared_workload(
     )
     args = with_fitting_state(args, hardware, model)
     plan = sharing(_least_plan(args, hardware, model))
-    if not _shares(plan, args.gpus):
+    if not _shares(plan, args):
         return work
     args = options.replaced(args, policy=plan.policy)
     args = with_attention_kernel(args, hardware, model)
@@ -438,7 +439,7 @@ def _fitting(
         works = least_chunks(plan.workload, hardware) if chosen else (plan.workload,)
         try:
             if any(
-                _fits(msgspec.structs.replace(plan, workload=work), hardware, names, _gpus(args))
+                _fits(msgspec.structs.replace(plan, workload=work), hardware, names, args)
                 for work in works
             ):
                 return [candidate], [candidate]
@@ -452,6 +453,12 @@ def _gpus(args: argparse.Namespace) -> int:
     """Returns the number of GPUs of `--gpus`. Some commands do not have this option."""
     gpus: int = getattr(args, "gpus", 1)
     return gpus
+
+
+def _hosts(args: argparse.Namespace) -> int:
+    """Returns the number of hosts of `--hosts`. Some commands do not have this option."""
+    hosts: int = getattr(args, "hosts", 1)
+    return hosts
 
 
 def _least_plan(args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec) -> Plan:
@@ -488,30 +495,34 @@ def state_exceeds_memory(
     return capacity.state_exceeds_memory(msgspec.structs.replace(plan, **limits))
 
 
-def _shares(plan: Plan, gpus: int) -> bool:
-    """Returns whether `gpus` GPUs can share the step of `plan`, with the policy that shares."""
+def _shares(plan: Plan, args: argparse.Namespace) -> bool:
+    """Returns whether the GPUs of `--gpus` can share the step of `plan`, with the policy that
+    shares.
+    """
     from megatrain.simulator.planner.shared_step import shares, sharing
 
-    return shares(sharing(plan), gpus)
+    return shares(sharing(plan), _gpus(args), _hosts(args))
 
 
-def _fits(plan: Plan, hardware: HardwareSpec, names: list[str], gpus: int) -> bool:
-    """Returns whether a plan of any policy of `names` fits or, if `gpus` GPUs can share the step,
-    whether a plan for them fits. Model, workload and limits are those of `plan`.
+def _fits(plan: Plan, hardware: HardwareSpec, names: list[str], args: argparse.Namespace) -> bool:
+    """Returns whether a plan of any policy of `names` fits or, if the several GPUs of `--gpus` can
+    share the step, whether a plan for them fits. Model, workload and limits are those of `plan`.
 
     Raises UserError if `hardware` was measured and has no costs for the model and the workload.
     """
     from megatrain.simulator.planner.shared_step import least_fitting, of_all, sharing
     from megatrain.simulator.verdict.alternatives import fits
 
-    if gpus > 1 and _shares(plan, gpus):
-        return least_fitting(of_all(sharing(plan), hardware, gpus), hardware) is not None
+    gpus = _gpus(args)
+    if gpus > 1 and _shares(plan, args):
+        shared = of_all(sharing(plan), hardware, gpus, _hosts(args))
+        return least_fitting(shared, hardware) is not None
     return fits(plan, hardware, names)
 
 
 def machine(args: argparse.Namespace) -> HardwareSpec:
-    """Returns the machine of `--hardware` or, without this option, this machine. If `--cores` is
-    given, it has this number of cores.
+    """Returns the machine of `--hardware` or, without this option, this machine. If `--cores` and
+    `--network` are given, it has this number of cores and this network.
     """
     from megatrain.simulator.hardware.machine import HardwareSpec
 
@@ -521,6 +532,7 @@ def machine(args: argparse.Namespace) -> HardwareSpec:
         from megatrain.experiments.cli.verdict.this_machine import this_machine
 
         hardware = this_machine()
+    hardware = hardware.with_network(getattr(args, "network", None))
     return hardware.with_cores(args.cores) if args.cores else hardware
 
 
@@ -559,6 +571,7 @@ def explained(
         choice,
         hardware,
         gpus=args.gpus,
+        hosts=_hosts(args),
         tokens=args.tokens,
         chunk_chosen=chunk_chosen,
         kernel_chosen=kernel_chosen,

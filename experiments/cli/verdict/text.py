@@ -13,7 +13,7 @@ from megatrain.experiments.cli.verdict import layout
 from megatrain.experiments.cli.verdict.layout import labelled
 from megatrain.experiments.cli.verdict.reasons import rates_source, reasons
 from megatrain.runtime.host import WITHOUT_GPU
-from megatrain.simulator.base.units import format_bytes, parse_bytes
+from megatrain.simulator.base.units import counted, format_bytes, parse_bytes
 from megatrain.simulator.model.attention_kernel import is_deterministic
 from megatrain.simulator.model.optimizer import ADAMW
 from megatrain.simulator.model.state_format import EXACT, FORMATS
@@ -22,6 +22,7 @@ from megatrain.simulator.verdict.suggestion import as_options
 
 if TYPE_CHECKING:
     from megatrain.simulator.model.workload import Workload
+    from megatrain.simulator.verdict.multi_gpu import NetworkCost
     from megatrain.simulator.verdict.suggestion import Suggestion
     from megatrain.simulator.verdict.verdict import Verdict
 
@@ -69,6 +70,8 @@ def text(
     lines += memory(verdict, width)
     if verdict.feasible and verdict.step_shares:
         lines += labelled("Step", shares(verdict), width)
+    if verdict.feasible and verdict.network:
+        lines += _network(verdict.network, verdict.step_seconds, width)
     facts = [WITHOUT_GPU, *notes(verdict)] if without_gpu else notes(verdict)
     lines += [line for note in facts for line in labelled("Note", note, width)]
     more = labelled("Room", room(verdict), width) + _advice(verdict, width)
@@ -127,7 +130,9 @@ def where(verdict: Verdict, assumed: str = "assumed free; give yours by --host-m
     """Returns the machine and its memory. The note `assumed` follows if its RAM is not known."""
     unnamed = verdict.machine.startswith("machine ")
     machine = verdict.machine if unnamed else f"one {verdict.machine}"
-    if verdict.gpus > 1:
+    if verdict.hosts > 1:
+        machine = f"{_hosts(verdict.hosts, verdict.gpus)} of {verdict.machine}, each GPU"
+    elif verdict.gpus > 1:
         machine = f"{verdict.gpus} GPUs of {verdict.machine}, each"
     if verdict.unified:
         return f"{machine} with {layout.size(verdict.device_limit_bytes)} of memory"
@@ -135,6 +140,27 @@ def where(verdict: Verdict, assumed: str = "assumed free; give yours by --host-m
         f"{machine} with {layout.size(verdict.device_limit_bytes)} of VRAM and"
         f" {layout.size(verdict.host_limit_bytes)} of RAM"
         f"{f' ({assumed})' if verdict.host_memory_assumed else ''}"
+    )
+
+
+def _hosts(hosts: int, gpus: int) -> str:
+    """Returns the hosts and the GPUs of each host, such as `2 hosts of 4 GPUs`."""
+    return f"{hosts} hosts of {counted(gpus // hosts, 'GPU')}"
+
+
+def _network(cost: NetworkCost, step_seconds: float, width: int) -> list[str]:
+    """Returns the lines on what the network between hosts costs in a step of `step_seconds`."""
+    share = cost.seconds / step_seconds
+    longer = (
+        f"makes the step {layout.seconds(cost.seconds)} longer ({share:.0%} of it)"
+        if share >= 0.0005
+        else "does not make the step longer"
+    )
+    return labelled(
+        "Network",
+        f"{longer} than a network of unlimited rate: each host receives"
+        f" {cost.received_bytes / 1e9:,.1f} GB a step, at {cost.gb_per_s:g} GB/s (assumed)",
+        width,
     )
 
 
@@ -370,22 +396,27 @@ def _several(verdict: Verdict, width: int) -> list[str]:
     """Returns the lines on several GPUs."""
     several = verdict.multi_gpu
     assert several is not None
+    ram = "RAM" if several.hosts == 1 else "RAM of each host"
     lacking = (
-        f"{layout.size(several.host_peak_bytes)} of RAM"
+        f"{layout.size(several.host_peak_bytes)} of {ram}"
         if several.device_peak_bytes is None
         else f"{layout.size(several.device_peak_bytes)} of VRAM each"
     )
     fits = "" if several.feasible else f"; DOES NOT FIT: {lacking}"
     ratio = f"{several.speedup:.1f} times one GPU, " if verdict.feasible else ""
     own = _own_options(verdict.workload, several.workload or verdict.workload)
-    return labelled(
+    hosts = f"{_hosts(several.hosts, several.gpus)}: " if several.hosts > 1 else ""
+    lines = labelled(
         f"{several.gpus} GPUs",
-        f"{layout.speed(several.tokens_per_second)} tokens/s, {ratio}"
+        f"{hosts}{layout.speed(several.tokens_per_second)} tokens/s, {ratio}"
         f"{layout.seconds(several.step_seconds)} a step{own}{fits} ({several.note}; links at"
         f" {several.gb_per_s:.1f} GB/s each, {several.gb_per_s_both:.1f} in both directions at"
         " once)",
         width,
     )
+    if several.feasible and several.network:
+        lines += _network(several.network, several.step_seconds, width)
+    return lines
 
 
 def _own_options(one: Workload, several: Workload) -> str:

@@ -1,7 +1,7 @@
 """Tests of `megatrain train` with a plan for several GPUs, by ranks on the CPU with gloo.
 
 A run has the bits of one GPU, and its checkpoints can be resumed with any number of GPUs. Others
-test lost ranks.
+test lost ranks, also of two hosts. `test_train_hosts.py` starts the ranks of two hosts by torchrun.
 """
 
 from __future__ import annotations
@@ -40,20 +40,25 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
 
 @pytest.fixture
 def plans(workplace: Path, make_plan: Callable[..., Plan]) -> Path:
-    """Makes the plans `1.toml`, `2.toml` and `4.toml` of one workload in the workplace.
+    """Makes plans of one workload in the workplace: `1.toml`, `2.toml` and `4.toml` for one host,
+    and `2x1.toml` and `2x2.toml` for two hosts.
 
-    They keep different state on the device.
+    Plans for 1, 2 and 4 GPUs keep different state on the device.
     """
     placements: dict[int, dict[str, str]] = {
         1: {"weights": "h"},
         2: {"weights": "0,h", "moments": "all", "gradients": "e"},
         4: {"weights": "all", "gradients": "all"},
     }
-    for gpus, placed in placements.items():
+    for name, gpus, hosts in (
+        *(("1", 1, 1), ("2", 2, 1), ("4", 4, 1)),
+        *(("2x1", 2, 2), ("2x2", 4, 2)),
+    ):
         plan = make_plan(
             "overlapped",
             layers=3,
             gpus=gpus,
+            hosts=hosts,
             accumulation=8,
             sum_group=2,
             micro_batch_group=2,
@@ -61,10 +66,10 @@ def plans(workplace: Path, make_plan: Callable[..., Plan]) -> Path:
             vocabulary=272,
             dtype="fp32",
             documents=True,
-            placement=Placement(saved_activations="0", **placed),
+            placement=Placement(saved_activations="0", **placements[gpus]),
         )
         plan = msgspec.structs.replace(plan, digest=lower(plan).digest, hardware="h200")
-        plan.save(workplace / f"{gpus}.toml")
+        plan.save(workplace / f"{name}.toml")
     return workplace
 
 
@@ -219,6 +224,16 @@ def test_four_ranks_save_and_two_or_one_continue(driver: Driver) -> None:
     assert metrics("to-four") == metrics("alone")
 
 
+@pytest.mark.parametrize("look", [6, 7], ids=["after the third step", "before the fourth"])
+@pytest.mark.usefixtures("plans")
+def test_a_signal_between_two_steps_saves_the_last_one(driver: Driver, look: int) -> None:
+    words = ("2.toml", "--out", "run", *WORDS, "--steps", "100000")
+    on(driver, 2, words, interrupted_at=look)
+    assert driver.wait() == [143, 143], driver.printed(0)
+    assert metrics("run")[-1]["step"] == 3
+    assert verify(Path("run/checkpoints/step-00000003")).run.step == 3
+
+
 @pytest.mark.nightly
 @pytest.mark.usefixtures("plans")
 def test_a_signal_to_the_ranks_saves_and_ends_the_run(driver: Driver) -> None:
@@ -275,3 +290,72 @@ def test_a_rank_that_hangs_in_an_op_is_named(driver: Driver) -> None:
     late = f"rank 1 (process {processes[1]}) has not reached it, in "
     assert late in driver.printed(0)
     assert "on lane compute" in driver.printed(0)
+
+
+def begun(driver: Driver, name: str, count: int, **more: Any) -> list[int]:
+    """Starts a run without end, and returns the process ids when it has a checkpoint."""
+    words = (f"{name}.toml", "--out", "run", *WORDS, "--steps", "100000")
+    processes, begin = on(driver, count, words, **more), time.monotonic()
+    while not Path("run/checkpoints/step-00000002").is_dir():
+        assert time.monotonic() - begin < 60, driver.printed(0)
+        time.sleep(0.01)
+    return processes
+
+
+@pytest.mark.parametrize(("name", "count"), [("2x1", 2), ("2x2", 4)])
+@pytest.mark.usefixtures("plans")
+def test_a_killed_rank_of_the_other_host_is_named(driver: Driver, name: str, count: int) -> None:
+    """Each remaining rank ends with one line, which names the rank and its host.
+
+    With one rank on each host, no process of its host can say that it has ended.
+    """
+    processes, last = begun(driver, name, count), count - 1
+    os.kill(processes[last], signal.SIGKILL)
+    assert driver.wait() == [*[1] * last, -signal.SIGKILL]
+    for rank in range(last):
+        (line,) = [line for line in driver.printed(rank).splitlines() if "megatrain: " in line]
+        assert f"rank {last} (process {processes[last]} on host 1, " in line
+        assert ("has ended" if count == 4 else "does not answer") in line
+    verify(max(Path("run/checkpoints").glob("step-*")))
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("plans")
+def test_a_stopped_rank_of_the_other_host_is_named(driver: Driver) -> None:
+    processes = begun(driver, "2x1", 2, timeout_s=2)
+    os.kill(processes[1], signal.SIGSTOP)
+    wait_for_the_end(processes[0])
+    os.kill(processes[1], signal.SIGKILL)
+    assert driver.wait() == [1, -signal.SIGKILL]
+    assert f"rank 1 (process {processes[1]} on host 1, " in driver.printed(0)
+    assert "does not answer" in driver.printed(0)
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("plans")
+def test_a_signal_to_a_rank_of_the_other_host_saves_and_ends_the_run(driver: Driver) -> None:
+    processes = begun(driver, "2x2", 4)
+    os.kill(processes[3], signal.SIGTERM)
+    assert driver.wait() == [143] * 4
+    assert "stopped after step" in driver.printed(0)
+    saved = max(Path("run/checkpoints").glob("step-*"))
+    assert verify(saved).run.step == metrics("run")[-1]["step"]
+
+
+def test_ranks_that_do_not_see_the_folder_of_rank_0_are_refused(
+    plans: Path, tmp_path: Path, driver: Driver
+) -> None:
+    """All ranks end with one line, and no host has a new file."""
+    other = tmp_path / "other host"
+    shutil.copytree(plans, other)
+    before = sorted(plans.rglob("*")), sorted(other.rglob("*"))
+    data = str(plans / "corpus")
+    words = ["train", "2x1.toml", "--out", "run", "--data", data, *WORDS[2:], "--steps", "1"]
+    driver.start([[words]] * 2, folders=[str(plans), str(other)], appears_within_s=0.2)
+    assert driver.wait() == [2, 2]
+    for rank in range(2):
+        (line,) = driver.printed(rank).splitlines()
+        assert line.startswith("megatrain: run folder run: found no file of rank 0 in it on rank 1")
+        assert "on host 1, " in line
+        assert "allowed: a folder on storage that all hosts share" in line
+    assert (sorted(plans.rglob("*")), sorted(other.rglob("*"))) == before
