@@ -118,7 +118,7 @@ class Ranks:
         self._mirror: BoardMirror | None = None
         """The copies of the boards of other hosts. None with one host."""
         self._of_host: Any = None
-        """The group of the ranks of this host, if there are several hosts."""
+        """The gloo group of the ranks of this host, if there are several hosts of several ranks."""
         self._within: Any = None
         """The group of the collectives in steps, or None for the default group."""
         self._between: Any = None
@@ -150,10 +150,11 @@ class Ranks:
         """Writes `own` [n] of each rank q to row q of `received` [count, n] (all-gather). `own` may
         be the row of this rank.
 
-        With several hosts, a row enters each other host once: a rank receives the rows of the ranks
-        with its place on other hosts, and then the ranks of a host exchange what they have.
+        NCCL orders its rings by host, so a row enters each other host once. With gloo, a rank first
+        receives the rows of the ranks with its place on other hosts, and then the ranks of a host
+        exchange what they have.
         """
-        if self.hosts == 1 or self._per_host == 1:
+        if self._of_host is None:
             _all_gather(_bytes(received), _bytes(own), group=self._within)
             return
         mine = received[self.rank]
@@ -161,9 +162,8 @@ class Ranks:
             mine.copy_(own)
         place = self.rank % self._per_host
         peers = [rank for rank in range(place, self.count, self._per_host) if rank != self.rank]
-        group = self._within
-        swaps = [dist.P2POp(dist.isend, _bytes(mine), peer, group) for peer in peers]
-        swaps += [dist.P2POp(dist.irecv, _bytes(received[peer]), peer, group) for peer in peers]
+        swaps = [dist.P2POp(dist.isend, _bytes(mine), peer) for peer in peers]
+        swaps += [dist.P2POp(dist.irecv, _bytes(received[peer]), peer) for peer in peers]
         for work in dist.batch_isend_irecv(swaps):
             work.wait()
         for rows in received.view(self.hosts, self._per_host, -1):
@@ -354,8 +354,7 @@ class Ranks:
             error = self._ended_or_reported()
             if error is not None:
                 errors.append(error)
-                for group in filter(None, (self._of_host, self._within)):
-                    group.abort()
+                self._within.abort()
                 return
             now = time.monotonic()
             for rank, board in enumerate(self._boards):
@@ -573,9 +572,8 @@ def joined(
             within, of_host = None, None
             if device.type == "cuda":
                 within = dist.new_group(backend="nccl", timeout=_NCCL_TIMEOUT)
-                of_host = _host_group(ranks, "nccl", _NCCL_TIMEOUT)
             else:
-                of_host = _host_group(ranks, "gloo", timedelta(seconds=timeout_s))
+                of_host = _host_group(ranks, timedelta(seconds=timeout_s))
         except (RuntimeError, ValueError, OSError) as error:
             if dist.is_initialized():
                 dist.destroy_process_group()
@@ -626,14 +624,16 @@ def _mirror(ranks: Ranks, name: str, timeout_s: float) -> BoardMirror | None:
     return BoardMirror(dist.PrefixStore(name, store), ranks.rank, ranks.board, others)
 
 
-def _host_group(ranks: Ranks, backend: str, timeout: timedelta) -> Any:
-    """Returns the group of the ranks of this host, or None if it is all ranks or only this one."""
+def _host_group(ranks: Ranks, timeout: timedelta) -> Any:
+    """Returns the gloo group of the ranks of this host, or None if it is all ranks or only this
+    one.
+    """
     size = ranks.count // ranks.hosts
     if ranks.hosts == 1 or size == 1:
         return None
     # every rank must make every group
     groups = [
-        dist.new_group(range(first, first + size), backend=backend, timeout=timeout)
+        dist.new_group(range(first, first + size), backend="gloo", timeout=timeout)
         for first in range(0, ranks.count, size)
     ]
     return groups[ranks.host_of(ranks.rank)]

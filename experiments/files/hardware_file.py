@@ -46,8 +46,8 @@ _COMMENTS = {
         "plus the received bytes / gb_per_s. sum_gb_per_s: the sum of received gradients.\n"
         "compute_beside: the share of its speed that compute keeps. wait: how much longer a\n"
         "kernel takes beside compute, relative to the longest matrix product.\n"
-        "several.spread: interquartile range divided by the median. For gather and exchange, it\n"
-        "is at least the largest relative difference of a measured time from the formula."
+        "several.spread: interquartile range divided by the median. For gather and exchange, the\n"
+        "sum over all sizes, or that of the differences from the formula, divided by all times."
     ),
     "costs": (
         "Durations of measured operations, which are used instead of the rates above.\n"

@@ -414,9 +414,8 @@ def _of_all(
             (each[0][0], max(seconds for _, (seconds, _) in each))
             for each in zip(*curves, strict=True)
         ]
-        rates[name], distance = fitted(points)
-        varies = max(variation for curve in curves for _, (_, variation) in curve)
-        spreads[name] = round(max(varies, distance), 4)
+        rates[name] = fitted(points)
+        spreads[name] = round(max(_spread_of(curve, rates[name]) for curve in curves), 4)
     return SeveralGpus(
         gpus=ranks.count,
         measured_on=str(machine.describe(device)["device"]),
@@ -430,9 +429,25 @@ def _of_all(
     )
 
 
-def fitted(points: Sequence[tuple[int, float]]) -> tuple[CollectiveRate, float]:
+def _spread_of(curve: Sequence[tuple[int, TimedRate]], rate: CollectiveRate) -> float:
+    """Returns the spread of the collectives of one rank, relative to their time.
+
+    It is the mean spread or the mean difference from `rate`, whichever is larger. Sizes count in
+    proportion to their times: a pause of the system can take many times as long as a small
+    collective, and steps have few of these.
+    """
+    whole = sum(seconds for _, (seconds, _) in curve)
+    varies = sum(seconds * variation for _, (seconds, variation) in curve)
+    differs = sum(
+        abs((rate.latency_ns + size / rate.gb_per_s) / 1e9 - seconds)
+        for size, (seconds, _) in curve
+    )
+    return max(varies, differs) / whole
+
+
+def fitted(points: Sequence[tuple[int, float]]) -> CollectiveRate:
     """Returns the latency and the rate that fit the times of collectives best, by least squares of
-    the relative differences, and the largest of these differences.
+    the relative differences.
 
     `points` are at least two pairs (received bytes, seconds) in ascending order of bytes.
     """
@@ -446,5 +461,4 @@ def fitted(points: Sequence[tuple[int, float]]) -> tuple[CollectiveRate, float]:
     elif latency < 0:
         shares = size / seconds
         latency, per_byte = 0.0, shares.sum() / (shares @ shares)
-    rate = CollectiveRate(latency_ns=round(latency * 1e9), gb_per_s=rounded(1 / (per_byte * 1e9)))
-    return rate, float(abs((latency + per_byte * size) / seconds - 1).max())
+    return CollectiveRate(latency_ns=round(latency * 1e9), gb_per_s=rounded(1 / (per_byte * 1e9)))

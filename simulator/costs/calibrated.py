@@ -145,8 +145,8 @@ class Calibrated(ContendedCosts):
         """Other workloads from whose ops durations are derived -> their cost models, without and
         with measurements."""
 
-    def collective_bytes(self, gpus: int, hosts: int = 1) -> int:
-        return self._datasheet.collective_bytes(gpus, hosts) if self._datasheet else 0
+    def collective_bytes(self, gpus: int) -> int:
+        return self._datasheet.collective_bytes(gpus) if self._datasheet else 0
 
     def duration_ns(self, op: Op) -> int:
         duration = self._look_up(op)[0]

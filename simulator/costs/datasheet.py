@@ -229,8 +229,8 @@ class Datasheet(EstimatedCosts):
         flops = longest_product_flops(self.model, self.workload, self._fp8_speed)
         return flops / self._linear_flops_per_ns
 
-    def collective_bytes(self, gpus: int, hosts: int = 1) -> int:
-        return self.hardware.collectives(gpus, hosts)
+    def collective_bytes(self, gpus: int) -> int:
+        return self.hardware.collectives(gpus)
 
     def touched_bytes(self, op: Op) -> int:
         return self._elementwise.touched_bytes(op) or 0

@@ -41,9 +41,9 @@ class CostModel(Protocol):
         includes it.
         """
 
-    def collective_bytes(self, gpus: int, hosts: int = 1) -> int:
-        """Returns the device memory in bytes that NCCL keeps on each of `gpus` GPUs of `hosts`
-        hosts, 0 with one GPU. A measured `workspace` does not include it.
+    def collective_bytes(self, gpus: int) -> int:
+        """Returns the device memory in bytes that NCCL keeps on each of `gpus` GPUs, 0 with one
+        GPU. A measured `workspace` does not include it.
         """
 
     @property
@@ -103,7 +103,7 @@ class ContendedCosts(abc.ABC):
     def duration_ns(self, op: Op) -> int:
         """Returns the time of `op` at full speed."""
 
-    def collective_bytes(self, gpus: int, hosts: int = 1) -> int:
+    def collective_bytes(self, gpus: int) -> int:
         """Returns 0."""
         return 0
 

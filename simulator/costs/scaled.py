@@ -54,8 +54,8 @@ class ScaledCosts:
     def sizes(self, schedule: Schedule) -> Sizes:
         return self.costs.sizes(schedule)
 
-    def collective_bytes(self, gpus: int, hosts: int = 1) -> int:
-        return self.costs.collective_bytes(gpus, hosts)
+    def collective_bytes(self, gpus: int) -> int:
+        return self.costs.collective_bytes(gpus)
 
     def duration_ns(self, op: Op) -> int:
         return round(self.costs.duration_ns(self.change(op)) * self.slower.get(op.lane, 1.0))

@@ -302,18 +302,12 @@ class HardwareSpec(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True)
             (machine for machine in _only_measured().values() if gpu in machine.gpu_names), None
         )
 
-    def collectives(self, gpus: int, hosts: int = 1) -> int:
+    def collectives(self, gpus: int) -> int:
         """Returns the GPU memory that NCCL keeps on each of `gpus` GPUs, in bytes.
 
         If another number of GPUs was measured, `collective_peer_bytes` are added or subtracted for
-        each GPU more or less. With several `hosts`, the GPUs of a host also have a group of their
-        own. It is assumed to take the memory of that many GPUs, which was not measured.
+        each GPU more or less.
         """
-        own = gpus // hosts
-        return sum(self._group_bytes(size) for size in ([gpus] if hosts == 1 else [gpus, own]))
-
-    def _group_bytes(self, gpus: int) -> int:
-        """Returns the GPU memory that NCCL keeps for one group of `gpus` GPUs, in bytes."""
         if gpus == 1:
             return 0
         measured = self.measured_together(gpus)

@@ -187,7 +187,7 @@ def plan_account(
     workspace = peak_workspace_bytes(op_workspace, schedule, activations)
     if measured is None:
         workspace += costs.library_bytes
-    workspace += costs.collective_bytes(plan.gpus, plan.hosts)
+    workspace += costs.collective_bytes(plan.gpus)
     if plan.workload.documents:
         # Each micro-batch of a group has its own masks, and all masks exist until the head is done.
         workspace += (plan.knobs.micro_batch_group - 1) * mask_bytes(plan.model, plan.workload)

@@ -47,7 +47,7 @@ def test_a_row_enters_another_host_once(monkeypatch: pytest.MonkeyPatch) -> None
         swapped.extend((each.op, each.peer, each.tensor.numel()) for each in ops)
         return [SimpleNamespace(wait=lambda: None)]
 
-    monkeypatch.setattr(dist, "P2POp", lambda op, tensor, peer, _: SimpleNamespace(**locals()))
+    monkeypatch.setattr(dist, "P2POp", lambda op, tensor, peer: SimpleNamespace(**locals()))
     monkeypatch.setattr(dist, "batch_isend_irecv", swap)
     monkeypatch.setattr(
         ranks,
@@ -157,22 +157,20 @@ def test_a_step_on_gpus_ends_the_process_if_another_host_does_not_answer(
     assert "on host 1, two) does not answer" in str(error)
 
 
-def test_an_abort_ends_the_collectives_of_the_host_too() -> None:
-    aborted, over = list[str](), threading.Event()
-
-    def abort(group: str) -> None:
-        aborted.append(group)
-        if len(aborted) == 2:
-            over.set()
-
+def test_with_nccl_one_collective_gathers_the_rows_of_all_hosts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """NCCL knows the hosts, and its rings pass each row to another host once."""
+    gathered = list[tuple[int, int, object]]()
+    monkeypatch.setattr(
+        ranks,
+        "_all_gather",
+        lambda whole, own, group: gathered.append((whole.numel(), own.numel(), group)),
+    )
     one = of_two_hosts()
-    one._processes = [os.getpid(), 2**22 + 1, os.getpid(), os.getpid()]  # no such process
-    one._mirror = SilentMirror()
-    one._within = SimpleNamespace(abort=lambda: abort("all"))
-    one._of_host = SimpleNamespace(abort=lambda: abort("host"))
-    with pytest.raises(RankLost, match=r"rank 1 .* has ended"), one.watched(torch.device("cuda")):
-        over.wait(20)  # as a collective that waits for the rank
-    assert sorted(aborted) == ["all", "host"]
+    one._within = "nccl"
+    one.gather(torch.zeros(4, 8), torch.ones(8))
+    assert gathered == [(128, 32, "nccl")]
 
 
 @pytest.mark.parametrize(

@@ -150,14 +150,6 @@ def test_the_memory_of_a_host_is_that_of_its_gpus(make_plan: Make) -> None:
     assert of_all(plan, own, 4, 2).host_limit_bytes == 2**30
 
 
-def test_the_group_of_a_host_takes_device_memory() -> None:
-    two, more = H200.collective_bytes, H200.collective_peer_bytes
-    assert H200.collectives(8) == H200.collectives(8, 1) == two + 6 * more
-    assert H200.collectives(8, 2) == two + 6 * more + two + 2 * more
-    assert H200.collectives(4, 4) == two + 2 * more, "one GPU needs no group"
-    assert H200.collectives(1) == 0
-
-
 def test_the_network_of_a_plan_comes_before_that_of_the_machine(make_plan: Make) -> None:
     plan = make_plan("overlapped", gpus=4, hosts=2, accumulation=4)
     op = policies.lower(plan).by_id["GW1f.m0"]

@@ -23,9 +23,7 @@ pytestmark = pytest.mark.usefixtures("short_config")
 def as_much_for_four_gpus_as_for_two(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL takes the memory of two GPUs, for which the limits of these tests are."""
     monkeypatch.setattr(
-        HardwareSpec,
-        "collectives",
-        lambda self, gpus, _hosts: self.collective_bytes if gpus > 1 else 0,
+        HardwareSpec, "collectives", lambda self, gpus: self.collective_bytes if gpus > 1 else 0
     )
 
 

@@ -15,7 +15,8 @@ from megatrain.experiments.cli import main as cli
 from megatrain.experiments.files.hardware_file import write_hardware
 from megatrain.runtime import machine
 from megatrain.runtime.calibration.contention import run_together
-from megatrain.runtime.calibration.several_gpus import fitted
+from megatrain.runtime.calibration.several_gpus import _spread_of, fitted
+from megatrain.runtime.calibration.timing import TimedRate
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.hardware.several_gpus import MEASURED, CollectiveRate
 
@@ -116,16 +117,22 @@ def test_fewer_gpus_than_ranks_are_refused(
 
 def test_a_latency_and_a_rate_are_fitted_to_the_times() -> None:
     sizes = (2**20, 2**24, 2**28)
-    rate, distance = fitted([(size, 30e-6 + size / 300e9) for size in sizes])
+    rate = fitted([(size, 30e-6 + size / 300e9) for size in sizes])
     assert rate == CollectiveRate(latency_ns=30_000, gb_per_s=300.0)
-    assert distance == pytest.approx(0, abs=1e-9)
-    rate, distance = fitted([(100, 1e-6), (200, 3e-6)])  # a line with a negative latency
+    rate = fitted([(100, 1e-6), (200, 3e-6)])  # a line with a negative latency
     assert rate.latency_ns == 0
     assert rate.gb_per_s == pytest.approx(13 / 150, rel=1e-4)
-    assert distance == pytest.approx(3 / 13)
-    rate, distance = fitted([(100, 2e-6), (200, 1e-6)])  # more bytes in less time
+    rate = fitted([(100, 2e-6), (200, 1e-6)])  # more bytes in less time
     assert rate == CollectiveRate(latency_ns=0, gb_per_s=0.2)
-    assert distance == pytest.approx(0.75)
+
+
+def test_the_spread_of_collectives_is_that_of_all_their_time() -> None:
+    """On four H200, a pause took 16 times as long as the smallest collective."""
+    rate = CollectiveRate(latency_ns=0, gb_per_s=1.0)
+    small, large = (1000, TimedRate(1e-6, 16.0)), (999_000, TimedRate(999e-6, 0.02))
+    assert _spread_of([small, large], rate) == pytest.approx(0.016 + 0.02 * 0.999)
+    assert _spread_of([(1000, TimedRate(2e-6, 0.0)), large], rate) == pytest.approx(0.02, rel=0.01)
+    assert _spread_of([(1000, TimedRate(2e-6, 0.1))], rate) == pytest.approx(0.5)
 
 
 def test_a_lane_with_a_count_runs_all_of_its_units() -> None:
