@@ -6,8 +6,9 @@ plan. The GPUs of a host share its host memory, unless each GPU of the machine h
 
 The search is that for one GPU (`placement_search.py`), with the schedule of a rank. It chooses what
 each GPU keeps on the device, slots, bytes of a copy, saved activations and offloaded inputs. It
-also tries each size of the micro-batch groups whose gradients are summed before they are exchanged.
-If nothing fits, the plans that need the least memory are tried (`capacity.py`).
+also tries each size of the micro-batch groups whose gradients are summed before they are exchanged,
+and begins once with exchanges in pieces and once with exchanges of whole gradients. If nothing
+fits, the plans that need the least memory are tried (`capacity.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.workload import MOST_MICRO_BATCHES
 from megatrain.simulator.planner.assessment import (
     Choice,
+    Estimate,
     assess,
+    exchanged_bytes,
     first_knobs,
     group_sizes,
     with_knobs,
@@ -64,12 +67,26 @@ def shared_step(plan: Plan, hardware: HardwareSpec, gpus: int, hosts: int = 1) -
     ]
     best = fastest(searches)
     if best:
+        best = _exchanging_whole(best, first, hardware) or best
         chosen = best.plan
     else:
         footprint = least_fitting(first, hardware)
         chosen = footprint.placed() if footprint else searches[0].nearest_miss()
     choice = assess(chosen, costs_of(chosen, hardware))
     return msgspec.structs.replace(choice, runner_up=best.runner_up if best else None)
+
+
+def _exchanging_whole(best: Estimate, first: Plan, hardware: HardwareSpec) -> Estimate | None:
+    """Returns a plan that is faster than `best` and was found by a search whose plans exchange
+    gradients whole, or None.
+
+    `first` is the plan of `of_all`. The search for `best` begins with exchanges in pieces. From
+    there, it may not find a plan that gives up state for larger exchanges.
+    """
+    grouped = in_groups(first, best.plan.workload.sum_group)
+    whole = with_knobs(grouped, exchange_bytes=exchanged_bytes(grouped))
+    found = fastest([PlacementSearch(whole, costs_of(whole, hardware))], best.step_seconds * 1e9)
+    return found if found and found.step_seconds < best.step_seconds else None
 
 
 def least_fitting(plan: Plan, hardware: HardwareSpec) -> MemoryFootprint | None:
