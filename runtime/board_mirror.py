@@ -79,6 +79,9 @@ class BoardMirror:
                     if self._shown.get(rank) != copy:
                         self._shown[rank], self._heard[rank] = copy, time.monotonic()
                         self._others[rank].fill(copy[8:])
+        # `flush` may have returned for a copy that was made before the rank's last words
+        with contextlib.suppress(RuntimeError):
+            self._write()
 
     def _write(self) -> None:
         self._count += 1  # so that a board that does not change is heard, too

@@ -150,9 +150,9 @@ class Ranks:
         """Writes `own` [n] of each rank q to row q of `received` [count, n] (all-gather). `own` may
         be the row of this rank.
 
-        NCCL orders its rings by host, so a row enters each other host once. With gloo, a rank first
-        receives the rows of the ranks with its place on other hosts, and then the ranks of a host
-        exchange what they have.
+        With NCCL, it is one collective, in which NCCL chooses the way between hosts. With gloo and
+        several hosts, a row enters each other host once: a rank first receives the rows of the
+        ranks with its place on other hosts, and then the ranks of a host exchange what they have.
         """
         if self._of_host is None:
             _all_gather(_bytes(received), _bytes(own), group=self._within)
@@ -505,14 +505,17 @@ def check_started(plan: Plan | WithoutPlan) -> None:
         )
     here = torchrun_variable("LOCAL_WORLD_SIZE", default=plan.gpus_per_host, least=1)
     if here != plan.gpus_per_host:
+        what, more = "--several measures the GPUs of", ""
+        if isinstance(plan, Plan):
+            what = "the plan is for"
+            more = " on each host" if plan.hosts > 1 else ", or set hosts in the plan"
         raise UserError(
             "ranks of this host",
             found=f"{here} (LOCAL_WORLD_SIZE)",
             allowed=f"{plan.gpus_per_host}, the GPUs of the plan divided by its {plan.hosts} hosts"
             if plan.hosts > 1
-            else f"{plan.gpus}, because the plan is for one host",
-            fix=f"start the command with `{_start(plan)}`"
-            + (" on each host" if plan.hosts > 1 else ", or set hosts in the plan"),
+            else f"{plan.gpus}, because {what} one host",
+            fix=f"start the command with `{_start(plan)}`{more}",
         )
 
 

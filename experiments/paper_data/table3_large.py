@@ -8,7 +8,8 @@ published code. Both start from the same bf16 weights, read the same batches, an
 norm. Bytes are tokens. The last 16 KiB of the help topics are held out.
 
 The seed sets the initial weights and the order of the data. Each seed is a command of its own, so
-several GPUs can share the seeds.
+several GPUs can share the seeds. The held-out text must have at least one batch, so a batch has
+fewer than 16,384 tokens.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from megatrain.experiments.benchmark import commit
 from megatrain.experiments.cli import options
 from megatrain.experiments.cli.program import run_program
 from megatrain.experiments.paper_data.table3 import (
+    HELD,
     SETTINGS,
     Masters,
     Plain,
@@ -43,6 +45,7 @@ from megatrain.runtime.files.model_files import Weights, random_weights
 from megatrain.runtime.layers.functional_layers import config_of
 from megatrain.runtime.machine import describe
 from megatrain.runtime.optimizer.adamw import round_to_bf16
+from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import write_json
 from megatrain.simulator.schedule.plan import Plan
 
@@ -98,6 +101,49 @@ def measured(
     }
 
 
+def rates(text: str) -> list[float]:
+    """Returns the learning rates in a text such as `1e-5,1e-6`. This is the `type` of an argument.
+    Raises UserError for any other text.
+    """
+    try:
+        found = [float(each) for each in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or not all(0 < rate < 1 for rate in found):
+        raise UserError(
+            "--rates",
+            found=repr(text),
+            allowed="RATE,... between 0 and 1",
+            fix="write it like --rates 1e-5,1e-6",
+        )
+    return found
+
+
+def refuse_other_plans(plan: Plan) -> None:
+    """Raises UserError for a plan that cannot be compared with bf16 weights alone."""
+    work = plan.workload
+    for where, found, only in (
+        ("gpus", plan.gpus, 1),
+        ("accumulation", work.accumulation, 1),
+        ("optimizer", work.optimizer, "adamw"),
+        ("state", work.state, "exact"),
+        ("gradients", work.gradients, "exact"),
+        ("clipping", work.clipping, "global"),
+        ("dtype", work.dtype, "bf16"),
+    ):
+        if found != only:
+            raise UserError(
+                f"plan: {where}", found=found, allowed=only, fix="make a plan with it for this job"
+            )
+    if work.tokens >= HELD:
+        raise UserError(
+            "plan: batch",
+            found=f"{work.tokens:,} tokens in a step",
+            allowed=f"fewer than {HELD:,}, the tokens that are held out",
+            fix="make a plan with a smaller --batch or --seq",
+        )
+
+
 def parser() -> options.OneLineParser:
     """Returns the parser of the program's options."""
     parser = options.OneLineParser(
@@ -108,7 +154,7 @@ def parser() -> options.OneLineParser:
     parser.add_argument("--seed", type=whole("--seed", 0), default=0, help="default 0")
     parser.add_argument(
         "--rates",
-        type=lambda text: [float(each) for each in text.split(",")],
+        type=rates,
         default=[1e-5, 1e-6],
         help="learning rates of the fine-tuning (default 1e-5,1e-6)",
     )
@@ -131,6 +177,7 @@ def run(arguments: list[str] | None = None) -> int:
     """Trains, prints a line for each way, writes the result, and returns 0."""
     args: argparse.Namespace = parser().parse_args(arguments)
     device, plan = options.device(args), Plan.load(args.plan)
+    refuse_other_plans(plan)
     model, work = plan.model, plan.workload
     library = Path(sysconfig.get_paths()["stdlib"])
     code = b"".join(path.read_bytes() for path in sorted(library.glob("*.py")))

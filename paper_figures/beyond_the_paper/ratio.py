@@ -33,14 +33,30 @@ class OverBatches(NamedTuple):
     """Key of the model in `MODELS`."""
     ours: str
     """Path of the benchmark of ours, with `{}` for the batch."""
+    differs: str
+    """How the host of ours differs from that of the others. Empty if it does not."""
     batches: tuple[int, ...]
     """Sequences in a step."""
 
 
 OVER_BATCHES = (
-    OverBatches("h100-sxm", "h100-x2", SEVEN, "h100-x2-qwen2.5-7b/b{}.json", (4, 8)),
-    OverBatches("h200-4x", "h200-x4", SEVEN, "h200-batches/b{}.json", (1, 16)),
-    OverBatches("h200-4x", "h200-x4", "qwen2.5-14b", "h200-x4-batches/m{}.json", (1, 16)),
+    OverBatches("h100-sxm", "h100-x2", SEVEN, "h100-x2-qwen2.5-7b/b{}.json", "", (4, 8)),
+    OverBatches(
+        "h200-4x",
+        "h200-x4",
+        SEVEN,
+        "h200-batches/b{}.json",
+        "; ours on a host with 16 cores, the others with 32 of 64",
+        (1, 16),
+    ),
+    OverBatches(
+        "h200-4x",
+        "h200-x4",
+        "qwen2.5-14b",
+        "h200-x4-batches/m{}.json",
+        "; ours with 64 cores, ZeRO-3 with 32 of them",
+        (1, 16),
+    ),
 )
 
 
@@ -101,7 +117,7 @@ class RatioData(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RatioStar(NamedTuple):
-    """A measured speed divided by ZeRO-3's, with the same tokens per step on the same machine."""
+    """A measured speed divided by ZeRO-3's, with the same tokens a step on the same kind of GPU."""
 
     system: str
     """Key of the system in `style.LOOKS`."""
@@ -172,7 +188,7 @@ def _over_batches(results: Results) -> list[RatioStar]:
             assert zero3 is not None, "ZeRO-3 ran with all of these batches"
             path = series.ours.format(batch)
             times = (
-                ("ours", _seconds(results.benchmark(path))["ours"], path),
+                ("ours", _seconds(results.benchmark(path))["ours"], path + series.differs),
                 ("fsdp2_offload", fsdp2, f"setting {series.setting} of experiments/published"),
             )
             for system, seconds, where in times:
@@ -216,7 +232,8 @@ def draw(results: Results) -> Drawn:
         " systems have the same number of sequences in a step; micro-batches that do not fit are"
         " split. A system is not drawn where it or ZeRO-3 does not fit. Measured on H200 machines"
         " (32 x 1,024 on 2026-11-21, 1 and 16 x 1,024 on 2026-11-28) and on an H100 (2026-11-26):"
-        " ours with compiled layers. All systems clip gradients, except FSDP2's upper star at 32."
+        " ours with compiled layers, on hosts of other sizes with 1 and 16. All systems clip"
+        " gradients, except FSDP2's upper star at 32."
         " With 96 x 1,024 in one micro-batch on the H200, ZeRO-3 and FSDP2 ran out of GPU memory."
     )
     return _drawn(data, stars, figure, caption)

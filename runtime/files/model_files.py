@@ -41,8 +41,8 @@ _LAYER = "layer"
 """The message of rank 0 to the other ranks when it reads a layer."""
 _PIECE = 2**22
 """Elements that are converted at a time: 16 MiB in fp32, and twice as much for rounding."""
-_DRAWN = 2**27
-"""Elements of a tensor that are drawn at a time: 512 MiB in fp32."""
+_DRAWN = 2**26
+"""Elements of a tensor that are drawn at a time: 256 MiB in fp32."""
 Weights = Callable[[str, str, tuple[int, ...]], torch.Tensor]
 """Returns the values of a tensor: (layer, tensor name, shape) -> values."""
 ReadElements = Callable[[int, int], torch.Tensor]
@@ -73,17 +73,18 @@ class RandomWeights:
     def runs(
         self, layer: str, tensor: str, shape: tuple[int, ...], first: int, end: int
     ) -> Iterator[torch.Tensor]:
-        """Yields the elements `first` to `end` of the flat tensor, in runs. At most `_DRAWN`
-        elements are in memory at a time, so a large tensor needs little memory beside a plan that
-        fills the GPU.
+        """Yields the elements `first` to `end` of the flat tensor, in runs of at most `_DRAWN`
+        elements. A run is valid until the next one is asked for, which has the same memory. So a
+        large tensor needs little memory beside a plan that fills the GPU.
         """
         if len(shape) == 1:
             yield self(layer, tensor, shape)[first:end]
             return
         elements = math.prod(shape)
+        memory = torch.empty(min(_DRAWN, elements), device=self._device)
         for number in range(first // _DRAWN, -(-end // _DRAWN)):
             begin = number * _DRAWN
-            drawn = torch.empty(min(_DRAWN, elements - begin), device=self._device)
+            drawn = memory[: elements - begin]
             self._draw(layer, tensor, number, drawn)
             yield drawn[max(first - begin, 0) : end - begin]
 

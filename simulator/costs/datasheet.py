@@ -428,9 +428,9 @@ class Datasheet(EstimatedCosts):
         if the op adds to it. If the parts are exchanged in pieces, each piece has the latency of a
         collective, and the pieces that are sent are copied first.
 
-        With several hosts, the ranks of a host pass each other what they have gathered from other
-        hosts, so the times of network and links are added. Gradients take both ways at once, so the
-        longer time counts.
+        With several hosts, a gather is predicted in two stages: the ranks of a host pass each other
+        what they have received from other hosts, so the times of network and links are added. NCCL
+        may overlap both. Gradients take both ways at once, so the longer time counts.
         """
         rate = self._collective_rate(op.kind)
         added, times = 0.0, 1

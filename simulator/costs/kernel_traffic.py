@@ -6,8 +6,9 @@ layer. Their time is that of a copy of as many bytes. Three kinds of layers diff
 
 * Compiled kernels are fused, so they move fewer bytes.
 * Routing to experts sorts, gathers and scatters tokens, and multiplies matrices of few tokens each.
-  This takes longer than a copy of the same bytes. Experts that clamp gate and up and add biases
-  have shares of their own. They are those of one model, gpt-oss-20b.
+  This takes longer than a copy of the same bytes. The shares are those of one model,
+  Qwen3-30B-A3B, and OLMoE, Mixtral and DeepSeek-V3 test them. Experts that clamp gate and up and
+  add biases have shares of their own, those of gpt-oss-20b. No other model tests these.
 * Linear attention in transformers' PyTorch code also takes longer. Its shares are those of one
   model, Qwen3-Next, whose layers also have experts. They leave out the first forward of a step,
   which took 21 to 31 ms longer than the next ones, and what the loop over chunks moves, which

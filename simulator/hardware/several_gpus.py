@@ -80,8 +80,9 @@ class SeveralGpus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """GPU memory that the library of the collectives keeps on each GPU, in bytes."""
     spread: dict[str, float]
     """Field -> the interquartile range of its repetitions divided by their median, the largest of
-    all GPUs. For `gather` and `exchange`, it is at least the largest relative distance of a
-    measured size from the fitted time."""
+    all GPUs. For `gather` and `exchange`, it is the sum over all sizes of the range of the times,
+    or of their differences from the fitted ones if that is larger, divided by the sum of all
+    times."""
 
     def __post_init__(self) -> None:
         where = f"several ({self.gpus} GPUs)"

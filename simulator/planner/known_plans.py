@@ -90,6 +90,7 @@ def known_plans(plan: Plan, costs: CostModel) -> KnownPlans:
     alike = Plan(
         policy=plan.policy,
         gpus=plan.gpus,
+        hosts=plan.hosts,
         hardware="",
         source="",
         device_limit_bytes=1,

@@ -399,12 +399,14 @@ def step_range(
         plan: The plan.
         seconds: Its predicted step time.
         hardware: The machine. If it was measured but without spreads, or if the plan is for several
-            GPUs and this number was not measured together, the range is not known, and two times
-            None are returned.
+            GPUs and this number was not measured together, or for several hosts, the range is not
+            known, and two times None are returned.
     """
     table = hardware.costs
     if table is None:
         return seconds * (1 - hardware.uncertainty), seconds * (1 + hardware.uncertainty)
+    if plan.hosts > 1:
+        return None, None
     # The relative range is computed for two groups of micro-batches and used for any number.
     few, group = with_knobs(plan, groups=2), plan.knobs.micro_batch_group
     costs = costs_of(few, hardware)

@@ -6,10 +6,18 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from megatrain.experiments.paper_data.table3 import PLANS, one_thread, plan_with
-from megatrain.experiments.paper_data.table3_large import BF16, EXACT, main
+from megatrain.experiments.paper_data.table3_large import (
+    BF16,
+    EXACT,
+    main,
+    rates,
+    refuse_other_plans,
+)
+from megatrain.simulator.base.errors import UserError
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +51,29 @@ def test_bf16_weights_alone_lose_most_updates(result: dict[str, Any]) -> None:
     assert min(shares[EXACT, rate] for rate in (1e-5, 1e-6)) > 0.5
     moved = {(run["way"], run["rate"]): run["moved"] for run in result["runs"]}
     assert moved[EXACT, 1e-5] == pytest.approx(10 * moved[EXACT, 1e-6], rel=0.3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"accumulation": 2}, "plan: accumulation: found 2; allowed: 1"),
+        ({"state": "bf16-sr"}, "plan: state: found bf16-sr; allowed: exact"),
+        ({"clipping": "none"}, "plan: clipping: found none; allowed: global"),
+        ({"batch": 256}, "plan: batch: found 16,384 tokens in a step; allowed: fewer than 16,384"),
+    ],
+)
+def test_a_plan_that_cannot_be_compared_is_refused(change: dict[str, Any], message: str) -> None:
+    plan = plan_with(*PLANS["overlapped, half resident"])
+    work = msgspec.structs.replace(plan.workload, **change)
+    with pytest.raises(UserError, match=message):
+        refuse_other_plans(msgspec.structs.replace(plan, workload=work))
+    refuse_other_plans(plan)
+
+
+def test_rates_are_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert rates("1e-5,2e-6") == [1e-5, 2e-6]
+    assert main(["plan.toml", "--rates", "a,b", "--out", "out.json"]) == 2
+    assert "--rates: found 'a,b'" in capsys.readouterr().err
 
 
 def test_a_missing_plan_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

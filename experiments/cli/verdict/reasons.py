@@ -221,16 +221,17 @@ def _changes(knobs: Knobs | None, verdict: Verdict) -> str:
 def rates_source(verdict: Verdict) -> str:
     """Returns the source of the machine's rates: of one GPU and, for a plan for several GPUs, of
     several. For a calibrated machine, it also says if there is no range because this number of GPUs
-    was not measured together.
+    was not measured together, or because several hosts were not measured.
     """
     known = verdict.gpus_measured
     several = f"{known} GPUs together {verdict.gpus_measured_date}" if known else ""
     if verdict.calibrated:
         source = f"measured {verdict.calibrated}"
-        if verdict.gpus == 1 or known == verdict.gpus:
+        if verdict.hosts == 1 and verdict.gpus in (1, known):
             return f"{source}, and {several}" if several else source
         measured = f", and {several}" if several else " on one GPU"
-        return f"{source}{measured}, so the range for {verdict.gpus} is not known"
+        where = f" on {verdict.hosts} hosts" if verdict.hosts > 1 else ""
+        return f"{source}{measured}, so the range for {verdict.gpus}{where} is not known"
     several = f"; {several.replace('together', 'measured together')}" if several else ""
     if verdict.measured_by_others:
         return f"measured {verdict.measured_by_others}, by a file of others{several}"

@@ -13,6 +13,7 @@ from megatrain.experiments.cli import main as cli
 from megatrain.simulator.schedule.plan import Plan
 
 MODEL = ("config.json", "--hardware", "h200", "--batch", "8", "--seq", "1024")
+MEASURED = Path(__file__).parents[3] / "experiments/results/h200-qwen2.5-7b-whole/hardware.toml"
 HOSTS = ("--gpus", "4", "--hosts", "2", "--network", "0.5")
 
 pytestmark = pytest.mark.usefixtures("short_config")
@@ -153,3 +154,37 @@ def test_the_table_of_the_docs_is_what_plan_predicts(
     if accumulation == 1:
         assert f") {step} a step of 8 x 32 x 1,024 tokens" in printed
         assert alone or f"each host receives {received} a step" in printed
+
+
+def test_more_gpus_than_a_host_can_have_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    words_ = ("--gpus", "32", "--hosts", "4", "--network", "50", "--host-memory", "480GiB")
+    printed = words(out(capsys, "plan", *MODEL, *words_, "--out", "plan.toml"))
+    assert "tokens/s" in printed
+    assert Plan.load(Path("plan.toml")).gpus == 32
+    assert "4 hosts of 8 GPUs" in words(out(capsys, "check", *MODEL, *words_))
+
+
+def test_several_hosts_have_no_range_on_a_calibrated_machine(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for gpus in ("2", "4"):
+        printed = words(
+            out(
+                capsys,
+                *(
+                    "plan",
+                    "qwen2.5-7b",
+                    "--hardware",
+                    str(MEASURED),
+                    "--gpus",
+                    gpus,
+                    "--hosts",
+                    "2",
+                ),
+                *("--network", "50", "--batch", "32", "--seq", "1024", "--compile"),
+                *("--out", f"{gpus}.toml"),
+            )
+        )
+        speed = printed.partition("Speed ")[2]
+        assert " to " not in speed.partition(")")[0]
+        assert f"so the range for {gpus} on 2 hosts is not known" in speed

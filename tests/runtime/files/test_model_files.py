@@ -30,6 +30,7 @@ from megatrain.runtime.optimizer.adamw import round_to_bf16
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.schedule.plan import Plan
 
+NAME = "mlp.up_proj.weight"
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
@@ -196,11 +197,15 @@ def test_a_large_tensor_is_drawn_in_parts(shape: tuple[int, int], data: st.DataO
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_files, "_DRAWN", 7)
         weights = Watched(0, torch.device("cpu"))
-        runs = list(weights.runs("0", "mlp.up_proj.weight", shape, first, end))
+        drawn = [
+            (run.data_ptr(), run.clone()) for run in weights.runs("0", NAME, shape, first, end)
+        ]
+        runs = [run for _, run in drawn]
         parts = len(sizes)
-        whole = weights("0", "mlp.up_proj.weight", shape).view(-1)
+        whole = weights("0", NAME, shape).view(-1)
     assert torch.equal(torch.cat(runs), whole[first:end])
     assert max(sizes) <= 7
+    assert len({address for address, _ in drawn[1:]}) <= 1, "all parts have the same memory"
     assert parts == (end - 1) // 7 - first // 7 + 1
     assert whole.unique().numel() == count  # the parts are drawn independently
 
