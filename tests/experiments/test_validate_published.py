@@ -187,15 +187,11 @@ def test_a_wrong_line_is_refused_by_name(change: dict[str, str], found: str) -> 
 def test_our_measurements_are_predicted_within_their_limits(
     results: list[ValidationResult],
 ) -> None:
-    """The measurements on the H200 are predicted within the error limits of each group.
+    """The first measurements on the H200 are predicted within the error limits of each group.
 
     Only the time of the norms was fitted to them.
     """
-    ours = [
-        found
-        for found in results
-        if found.row.setting.startswith("h200-") and found.row.setting != "h200-paper"
-    ]
+    ours = [found for found in results if found.row.setting in ("h200-a", "h200-b")]
     for group, most in (
         ("speed", 0.05),
         ("a layer", 0.05),
@@ -207,6 +203,23 @@ def test_our_measurements_are_predicted_within_their_limits(
         error = mape(found for found in ours if found.group == group)
         assert error is not None
         assert error <= most, group
+
+
+@pytest.mark.parametrize("setting", ["h100-x2", "h200-x4"])
+def test_steps_of_the_peers_over_batches_are_predicted_in_the_mean(
+    results: list[ValidationResult], setting: str
+) -> None:
+    """Nothing was fitted to them. The largest errors are of FSDP2: its norm varies on the host."""
+    ours = [found for found in results if found.row.setting == setting]
+    for policy, most in (("zero3_offload", 0.1), ("fsdp2_offload", 0.17)):
+        steps = [found for found in ours if found.row.policy == policy and found.group == "speed"]
+        error = mape(steps)
+        assert len(steps) >= 2
+        assert error is not None
+        assert error <= most, policy
+    host = mape(found for found in ours if found.group == "host memory")
+    assert host is not None
+    assert host <= 0.02
 
 
 def test_the_host_memory_of_the_paper_s_runs_is_predicted_within_2_percent(
