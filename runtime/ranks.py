@@ -117,8 +117,6 @@ class Ranks:
         self._per_host = count // self.hosts
         self._mirror: BoardMirror | None = None
         """The copies of the boards of other hosts. None with one host."""
-        self._of_host: Any = None
-        """The gloo group of the ranks of this host, if there are several hosts of several ranks."""
         self._within: Any = None
         """The group of the collectives in steps, or None for the default group."""
         self._between: Any = None
@@ -149,25 +147,8 @@ class Ranks:
     def gather(self, received: torch.Tensor, own: torch.Tensor) -> None:
         """Writes `own` [n] of each rank q to row q of `received` [count, n] (all-gather). `own` may
         be the row of this rank.
-
-        With NCCL, it is one collective, in which NCCL chooses the way between hosts. With gloo and
-        several hosts, a row enters each other host once: a rank first receives the rows of the
-        ranks with its place on other hosts, and then the ranks of a host exchange what they have.
         """
-        if self._of_host is None:
-            _all_gather(_bytes(received), _bytes(own), group=self._within)
-            return
-        mine = received[self.rank]
-        if own.data_ptr() != mine.data_ptr():
-            mine.copy_(own)
-        place = self.rank % self._per_host
-        peers = [rank for rank in range(place, self.count, self._per_host) if rank != self.rank]
-        swaps = [dist.P2POp(dist.isend, _bytes(mine), peer) for peer in peers]
-        swaps += [dist.P2POp(dist.irecv, _bytes(received[peer]), peer) for peer in peers]
-        for work in dist.batch_isend_irecv(swaps):
-            work.wait()
-        for rows in received.view(self.hosts, self._per_host, -1):
-            _all_gather(_bytes(rows), _bytes(rows[place]), group=self._of_host)
+        _all_gather(_bytes(received), _bytes(own), group=self._within)
 
     # ---- between steps ----
 
@@ -572,11 +553,11 @@ def joined(
             )
             ranks._mirror = _mirror(ranks, files[0], timeout_s)
             between = dist.new_group(backend="gloo", timeout=_BETWEEN_TIMEOUT)
-            within, of_host = None, None
-            if device.type == "cuda":
-                within = dist.new_group(backend="nccl", timeout=_NCCL_TIMEOUT)
-            else:
-                of_host = _host_group(ranks, timedelta(seconds=timeout_s))
+            within = (
+                dist.new_group(backend="nccl", timeout=_NCCL_TIMEOUT)
+                if device.type == "cuda"
+                else None
+            )
         except (RuntimeError, ValueError, OSError) as error:
             if dist.is_initialized():
                 dist.destroy_process_group()
@@ -587,7 +568,7 @@ def joined(
                 allowed=f"{plan.gpus}, connected within {timeout_s:g} s",
                 fix=f"start all ranks with `{_start(plan)}`",
             ) from error
-        ranks._within, ranks._between, ranks._of_host = within, between, of_host
+        ranks._within, ranks._between = within, between
         try:
             ranks.meet()
             # every rank has opened it, and now a rank that is killed leaves no file
@@ -625,21 +606,6 @@ def _mirror(ranks: Ranks, name: str, timeout_s: float) -> BoardMirror | None:
     own = ranks.host_of(ranks.rank)
     others = {rank: board for rank, board in enumerate(ranks._boards) if ranks.host_of(rank) != own}
     return BoardMirror(dist.PrefixStore(name, store), ranks.rank, ranks.board, others)
-
-
-def _host_group(ranks: Ranks, timeout: timedelta) -> Any:
-    """Returns the gloo group of the ranks of this host, or None if it is all ranks or only this
-    one.
-    """
-    size = ranks.count // ranks.hosts
-    if ranks.hosts == 1 or size == 1:
-        return None
-    # every rank must make every group
-    groups = [
-        dist.new_group(range(first, first + size), backend="gloo", timeout=timeout)
-        for first in range(0, ranks.count, size)
-    ]
-    return groups[ranks.host_of(ranks.rank)]
 
 
 def _opened(plan: Plan | WithoutPlan, own: Board, files: list[str]) -> list[Board]:

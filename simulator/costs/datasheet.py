@@ -76,7 +76,7 @@ from megatrain.simulator.schedule import (
     computes_output,
     has_saved_attention,
 )
-from megatrain.simulator.schedule.arithmetic import from_other_hosts, summed_columns
+from megatrain.simulator.schedule.arithmetic import summed_columns, ways_of
 from megatrain.simulator.schedule.operands import exchanged, pieces
 
 _ADAM_BYTES = 22
@@ -428,9 +428,8 @@ class Datasheet(EstimatedCosts):
         if the op adds to it. If the parts are exchanged in pieces, each piece has the latency of a
         collective, and the pieces that are sent are copied first.
 
-        With several hosts, a gather is predicted in two stages: the ranks of a host pass each other
-        what they have received from other hosts, so the times of network and links are added. NCCL
-        may overlap both. Gradients take both ways at once, so the longer time counts.
+        With several hosts, links and network are busy at the same time (`ways_of`), so the longer
+        time counts.
         """
         rate = self._collective_rate(op.kind)
         added, times = 0.0, 1
@@ -442,14 +441,9 @@ class Datasheet(EstimatedCosts):
             added = self._sum_slowdown * (parts * part + (1 + adding) * 4 * op.parameters)
             times = sources * pieces(op)
             added += 2 * parts * part if pieces(op) > 1 else 0
-        far = from_other_hosts(op.kind, op.bytes, self._gpus, self._hosts)
-        near_ns = (op.bytes - far) / rate.gb_per_s
-        far_ns = self._network_ns(far, times)
-        if op.kind == "exchange_gradients":
-            near_ns, far_ns = max(near_ns, far_ns), 0.0
-        return math.ceil(
-            times * rate.latency_ns + near_ns + far_ns + added / self.hardware.device_gb_per_s
-        )
+        linked, entering = ways_of(op.kind, op.bytes, self._gpus, self._hosts)
+        moving = max(linked / rate.gb_per_s, self._network_ns(entering, times))
+        return math.ceil(times * rate.latency_ns + moving + added / self.hardware.device_gb_per_s)
 
     @property
     def _sum_slowdown(self) -> float:
@@ -464,15 +458,14 @@ class Datasheet(EstimatedCosts):
         peer = hardware.peer_gb_per_s or min(hardware.h2d_gb_per_s, hardware.d2h_gb_per_s)
         return CollectiveRate(latency_ns=hardware.link_latency_ns, gb_per_s=peer)
 
-    def _network_ns(self, received: int, times: int) -> float:
-        """Returns the time in ns in which each GPU of a host receives `received` bytes over the
-        host's network, in `times` exchanges.
+    def _network_ns(self, entering: int, times: int) -> float:
+        """Returns the time in ns in which a host receives `entering` bytes over its network, in
+        `times` exchanges.
         """
         rate = self.hardware.network_gb_per_s
-        if not received or rate is None:
+        if not entering or rate is None:
             return 0.0
-        of_host = received * (self._gpus // self._hosts)
-        return times * self.hardware.network_latency_ns + of_host / rate
+        return times * self.hardware.network_latency_ns + entering / rate
 
     def products_ns(self, op: Op) -> int:
         """Returns the time of an update's matrix products in ns, from their FLOPs."""

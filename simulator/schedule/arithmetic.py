@@ -101,12 +101,14 @@ def part_elements(plan: Plan, layer: str) -> int:
     return -(-elements // (plan.gpus * NORM_ROW)) * NORM_ROW
 
 
-def from_other_hosts(kind: str, received: int, gpus: int, hosts: int) -> int:
-    """Returns how many bytes of a collective a rank receives over the network.
+def ways_of(kind: str, received: int, gpus: int, hosts: int) -> tuple[int, int]:
+    """Returns the bytes of a collective that pass a link between GPUs of a host, and the bytes that
+    a host receives over the network.
 
-    Gradients of each rank go directly to each other rank. All other collectives gather: a rank
-    receives the part of one rank of each other host over the network, and the other parts of these
-    hosts from the ranks of its own host.
+    Gradients go directly from each rank to each other rank (all-to-all). All other collectives
+    gather. A gather is a ring of the ranks in their order: what a rank receives from all others
+    comes over the link from the rank before it, and the first rank of a host has it over the
+    network.
 
     Args:
         kind: The kind of the op.
@@ -115,9 +117,12 @@ def from_other_hosts(kind: str, received: int, gpus: int, hosts: int) -> int:
         hosts: The number of hosts.
     """
     if hosts == 1:
-        return 0
-    ranks = gpus - gpus // hosts if kind == "exchange_gradients" else hosts - 1
-    return received * ranks // (gpus - 1)
+        return received, 0
+    if kind != "exchange_gradients":
+        return received, received
+    here = gpus // hosts
+    from_here = received * (here - 1) // (gpus - 1)
+    return from_here, here * (received - from_here)
 
 
 def micro_batch_of(plan: Plan, rank: int, micro: int) -> int:

@@ -30,7 +30,7 @@ from megatrain.simulator.planner.assessment import step_seconds as expected_seco
 from megatrain.simulator.planner.search import candidates
 from megatrain.simulator.planner.shared_step import shared_step, shares, sharing
 from megatrain.simulator.schedule import Op, Schedule
-from megatrain.simulator.schedule.arithmetic import from_other_hosts
+from megatrain.simulator.schedule.arithmetic import ways_of
 from megatrain.simulator.schedule.plan import MOST_GPUS, MOST_HOSTS, MOST_NETWORK_GB_PER_S, Plan
 
 _SHARED = (
@@ -147,13 +147,13 @@ def network_cost(choice: Choice, hardware: HardwareSpec) -> NetworkCost | None:
     unlimited = msgspec.structs.replace(plan, network_gb_per_s=MOST_NETWORK_GB_PER_S)
     schedule = policies.lower(plan)
     received = sum(
-        from_other_hosts(op.kind, op.bytes, plan.gpus, plan.hosts)
+        ways_of(op.kind, op.bytes, plan.gpus, plan.hosts)[1]
         for op in schedule.ops
         if op.lane == "exchange"
     )
     return NetworkCost(
         gb_per_s=rate,
-        received_bytes=plan.gpus_per_host * received,
+        received_bytes=received,
         seconds=choice.step_seconds - expected_seconds(schedule, costs_of(unlimited, hardware)),
     )
 

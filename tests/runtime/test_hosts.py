@@ -39,33 +39,6 @@ class SilentMirror:
         return 60.0 if rank in self._silent else 0.0
 
 
-def test_a_row_enters_another_host_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank receives one row of each other host over the network, the rest on its host."""
-    swapped, gathered = list[tuple[str, int, int]](), list[tuple[int, int, object]]()
-
-    def swap(ops: list[Any]) -> list[Any]:
-        swapped.extend((each.op, each.peer, each.tensor.numel()) for each in ops)
-        return [SimpleNamespace(wait=lambda: None)]
-
-    monkeypatch.setattr(dist, "P2POp", lambda op, tensor, peer: SimpleNamespace(**locals()))
-    monkeypatch.setattr(dist, "batch_isend_irecv", swap)
-    monkeypatch.setattr(
-        ranks,
-        "_all_gather",
-        lambda whole, own, group: gathered.append((whole.numel(), own.numel(), group)),
-    )
-    one = Ranks(4, 6, [os.getpid()] * 6, nodes=["one", "two", "three"])
-    one._of_host = "of the host"
-    received, own = torch.zeros(6, 8), torch.ones(8)
-    one.gather(received, own)
-    assert torch.equal(received[4], own)
-    assert swapped == [
-        *((dist.isend, peer, 32) for peer in (0, 2)),
-        *((dist.irecv, peer, 32) for peer in (0, 2)),
-    ]
-    assert gathered == [(64, 32, "of the host")] * 3
-
-
 @pytest.mark.parametrize(("rank", "before"), [(0, 0), (1, 2), (2, 1), (3, 2)])
 def test_the_first_rank_of_each_host_fills_caches_before_the_others(
     monkeypatch: pytest.MonkeyPatch, rank: int, before: int
@@ -155,22 +128,6 @@ def test_a_step_on_gpus_ends_the_process_if_another_host_does_not_answer(
     (error,) = ended
     assert "rank 2 (process" in str(error)
     assert "on host 1, two) does not answer" in str(error)
-
-
-def test_with_nccl_one_collective_gathers_the_rows_of_all_hosts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """NCCL knows the hosts, and its rings pass each row to another host once."""
-    gathered = list[tuple[int, int, object]]()
-    monkeypatch.setattr(
-        ranks,
-        "_all_gather",
-        lambda whole, own, group: gathered.append((whole.numel(), own.numel(), group)),
-    )
-    one = of_two_hosts()
-    one._within = "nccl"
-    one.gather(torch.zeros(4, 8), torch.ones(8))
-    assert gathered == [(128, 32, "nccl")]
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.lower_bound import LowerBound
 from megatrain.simulator.planner.search import assess
 from megatrain.simulator.planner.shared_step import alone, of_all
-from megatrain.simulator.schedule.arithmetic import from_other_hosts, part_elements
+from megatrain.simulator.schedule.arithmetic import part_elements, ways_of
 from megatrain.simulator.schedule.plan import MOST_NETWORK_GB_PER_S, Placement, Plan
 from megatrain.simulator.verdict.multi_gpu import check_gpus, network_cost
 from megatrain.simulator.verdict.verdict import judge, summarize
@@ -75,48 +75,46 @@ def test_the_number_of_hosts_changes_no_schedule(make_plan: Make) -> None:
 
 @pytest.mark.parametrize(("gpus", "hosts"), [(2, 2), (4, 2), (8, 2), (12, 4)])
 def test_what_enters_a_host(make_plan: Make, gpus: int, hosts: int) -> None:
-    """Each byte of another host's weights enters a host once, and each byte of its gradients once
-    for each GPU of the host.
+    """A gather is a ring, so all parts that a rank receives pass the network once. Gradients enter
+    a host once for each GPU of the host.
     """
     plan = make_plan("overlapped", gpus=gpus, hosts=hosts, accumulation=gpus)
     own, schedule = gpus // hosts, policies.lower(plan)
     gather, exchange = schedule.by_id["GW1f.m0"], schedule.by_id["GX1b.m0"]
     part = 2 * part_elements(plan, "1")
-    entering = {
-        op.kind: own * from_other_hosts(op.kind, op.bytes, gpus, hosts) for op in (gather, exchange)
-    }
-    assert entering["gather_weights"] == (gpus - own) * part
-    assert entering["exchange_gradients"] == own * (gpus - own) * part
+    ways = {op.kind: ways_of(op.kind, op.bytes, gpus, hosts) for op in (gather, exchange)}
+    assert ways["gather_weights"] == ((gpus - 1) * part, (gpus - 1) * part)
+    assert ways["exchange_gradients"] == ((own - 1) * part, own * (gpus - own) * part)
+    assert ways_of(gather.kind, gather.bytes, gpus, 1) == (gather.bytes, 0)
     cost = network_cost(assess(plan, costs_of(plan, NETWORK)), NETWORK)
     assert cost is not None
     expected = 0
     for op in schedule.ops:
         if op.lane == "exchange":
-            factor = own if op.kind == "exchange_gradients" else 1
-            expected += factor * (gpus - own) * (op.bytes // (gpus - 1))
+            parts = own * (gpus - own) if op.kind == "exchange_gradients" else gpus - 1
+            expected += parts * (op.bytes // (gpus - 1))
     assert cost.received_bytes == expected
     assert cost.gb_per_s == 50
 
 
-def test_the_stages_of_a_gather_add_up_and_gradients_take_both_ways_at_once(
-    make_plan: Make,
-) -> None:
+def test_links_and_network_are_busy_at_the_same_time(make_plan: Make) -> None:
     plan = make_plan("overlapped", gpus=8, hosts=2, accumulation=8, chunk_bytes=2**16)
     schedule = policies.lower(plan)
     gather, exchange = schedule.by_id["GW1f.m0"], schedule.by_id["GX1b.m0"]
     part, one_host = 2 * part_elements(plan, "1"), cost_model(H200, plan.model, plan.workload, 8)
     assert (H200.peer_gb_per_s, H200.link_latency_ns, H200.network_latency_ns) == (310, 9000, 20000)
     costs = cost_model(NETWORK, plan.model, plan.workload, 8, 2)
-    # over the network, four GPUs of a host share 50 GB/s, and each receives one part
-    expected = 9000 + 20000 + 4 * part / 50 + 6 * part / 310
+    expected = 9000 + 20000 + 7 * part / 50
     assert costs.duration_ns(gather) == pytest.approx(expected, abs=1)
     sums = one_host.duration_ns(exchange) - 9000 - 7 * part / 310
+    # four GPUs of a host share 50 GB/s, and each receives four parts over the network
     expected = 9000 + 20000 + 4 * 4 * part / 50 + sums
     assert costs.duration_ns(exchange) == pytest.approx(expected, abs=2)
     fast = msgspec.structs.replace(
         H200, network_gb_per_s=MOST_NETWORK_GB_PER_S, network_latency_ns=0
     )
     costs = cost_model(fast, plan.model, plan.workload, 8, 2)
+    assert costs.duration_ns(gather) == one_host.duration_ns(gather)
     assert costs.duration_ns(exchange) == pytest.approx(9000 + 3 * part / 310 + sums, abs=2)
     pieces = msgspec.structs.replace(exchange, elements=part_elements(plan, "1") // 2)
     slow = cost_model(NETWORK, plan.model, plan.workload, 8, 2)
@@ -156,7 +154,7 @@ def test_the_network_of_a_plan_comes_before_that_of_the_machine(make_plan: Make)
     slower = msgspec.structs.replace(plan, network_gb_per_s=5.0)
     usual, slow = (costs_of(each, NETWORK).duration_ns(op) for each in (plan, slower))
     part = 2 * part_elements(plan, "1")
-    assert slow - usual == pytest.approx(2 * part / 5 - 2 * part / 50, abs=1)
+    assert slow - usual == pytest.approx(3 * part / 5 - 3 * part / 50, abs=1)
 
 
 def test_hosts_without_a_network_are_refused(make_plan: Make) -> None:
