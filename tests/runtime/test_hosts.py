@@ -75,6 +75,27 @@ def test_boards_are_copied_between_hosts(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not any(mirror._thread.is_alive() for mirror in mirrors)
 
 
+def test_the_last_words_of_a_rank_are_written_even_while_it_reads_other_boards() -> None:
+    reading, go_on = threading.Event(), threading.Event()
+
+    class SlowStore(dist.HashStore):  # type: ignore[misc]  # the stub has no such class
+        def multi_get(self, keys: list[str]) -> list[bytes]:
+            reading.set()
+            assert go_on.wait(20)
+            return [bytes(len(Board().content()) + 8)]
+
+    store, own = SlowStore(), Board()
+    mirror = BoardMirror(store, 0, own, {1: Board()})
+    mirror.start()
+    mirror._wake.set()
+    assert reading.wait(20)
+    own.error = "host memory: found none"
+    mirror._over.set()  # as `stop` does
+    go_on.set()
+    mirror.stop()
+    assert b"host memory: found none" in store.get("0")
+
+
 def test_a_store_that_is_gone_makes_the_others_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(board_mirror, "_EVERY_S", 0.02)
     monkeypatch.setattr(board_mirror, "_FLUSH_S", 0.1)

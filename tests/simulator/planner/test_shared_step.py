@@ -7,15 +7,15 @@ import pytest
 import small_model
 
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.costs import CostModel, cost_model
+from megatrain.simulator.costs import CostModel, cost_model, costs_of
 from megatrain.simulator.engine.discrete_event import makespan_ns
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
-from megatrain.simulator.planner.assessment import Choice, assess, with_knobs
+from megatrain.simulator.planner.assessment import Choice, assess, exchanged_bytes, with_knobs
 from megatrain.simulator.planner.placement_search import PlacementSearch
 from megatrain.simulator.planner.search import plans_of, search
-from megatrain.simulator.planner.shared_step import alone, shared_step, shares
+from megatrain.simulator.planner.shared_step import alone, of_all, shared_step, shares
 from megatrain.simulator.policies import verified
 from megatrain.simulator.schedule import Schedule
 from megatrain.simulator.schedule.arithmetic import part_elements
@@ -127,6 +127,30 @@ def test_gradients_are_exchanged_in_larger_pieces_if_that_is_faster() -> None:
     ]
     assert times[1] < 0.99 * times[0]
     assert plan.knobs.exchange_bytes == alone(chosen, hardware).knobs.exchange_bytes == 0
+
+
+def test_a_plan_that_exchanges_whole_gradients_is_found_without_a_climb_to_it() -> None:
+    """On two H200, the search for 14B that begins with pieces ends 2 % above this plan."""
+    machine = HardwareSpec.load("h200")
+    work = Workload(batch=32, sequence=1024, compiled=True, attention="cudnn", loss_chunk=4096)
+    plan = Plan(
+        policy="overlapped",
+        hardware="h200",
+        source="",
+        device_limit_bytes=machine.device_bytes,
+        host_limit_bytes=240 * 2**30,
+        model=ModelSpec.load("qwen2.5-14b"),
+        workload=work,
+    )
+    first = of_all(plan, machine, 2)
+    costs = costs_of(first, machine)
+    found = {
+        room: PlacementSearch(with_knobs(first, exchange_bytes=room), costs).best()
+        for room in (first.knobs.exchange_bytes, exchanged_bytes(first))
+    }
+    pieces, whole = (entry.step_seconds for entry in found.values() if entry)
+    assert whole < pieces
+    assert shared_step(plan, machine, 2).step_seconds <= whole
 
 
 def test_layers_may_stay_in_their_slots_instead_of_saving_activations() -> None:
