@@ -74,8 +74,9 @@ def parser() -> options.OneLineParser:
         default="h200",
         metavar="NAME",
         help=(
-            "the suite of cases: h200 (default); families, predicted from the library's rates; or"
-            " tiny to try the script on a CPU"
+            "the suite of cases: h200 (default); default-set, calibrated as without a model;"
+            " compiled, with compiled layers; families, predicted from the library's rates; or tiny"
+            " to try the script on a CPU"
         ),
     )
     parser.add_argument(
@@ -110,7 +111,7 @@ def measured_machine(chosen: Suite, folder: Path, device: torch.device) -> Hardw
         return HardwareSpec.load(str(path))
     if chosen.library:
         return HardwareSpec.load(chosen.library)
-    first, *others = (Subject(model, config_of(model)) for model in chosen.models.values())
+    first, *others = (Subject(model, config_of(model)) for model in chosen.measured().values())
     began = time.monotonic()
     hardware = calibrate(
         "proved",

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from megatrain.runtime.calibration import presets
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.hardware.cost_table import CostTable
 from megatrain.simulator.model.specs import ModelSpec
@@ -80,6 +81,8 @@ class Suite(NamedTuple):
     """Host memory that plans may use. None for the machine's own value."""
     device_bytes: int | None = None
     """Device memory that plans may use. None for the machine's own value."""
+    calibrated: tuple[str, ...] = ()
+    """The models that are calibrated, if not all. The layers of the others are not measured."""
     library: str = ""
     """The library's machine from whose rates every case is predicted. Nothing is calibrated then.
     Empty to calibrate."""
@@ -88,6 +91,12 @@ class Suite(NamedTuple):
         """Returns the workload of a case."""
         work = self._at(case.batch, case.sequence, case.accumulation)
         return msgspec.structs.replace(work, compiled=work.compiled or case.compiled)
+
+    def measured(self) -> dict[str, ModelSpec]:
+        """Returns the models that are calibrated, by name."""
+        if self.library:
+            return {}
+        return {name: self.models[name] for name in self.calibrated or self.models}
 
     def points(self) -> list[Workload]:
         """Returns the workloads of the grid."""
@@ -112,9 +121,8 @@ def refuse_grid(suite: Suite, cases: Iterable[HeldoutCase], table: CostTable | N
     """
     measured = {
         f"{model.shape}/{point.shape}"
-        for model in suite.models.values()
+        for model in suite.measured().values()
         for point in (suite.base, *suite.points())
-        if not suite.library
     }
     measured |= {shape for shapes in (table.compute.values() if table else ()) for shape in shapes}
     for case in cases:
@@ -222,6 +230,75 @@ def _families() -> Suite:
     return Suite(models, base, (), cases, library="h200", host_bytes=118 * 2**30)
 
 
+def _default_set() -> Suite:
+    """Returns the suite that tests the calibration that `megatrain calibrate` makes without a
+    model: plans for its models, and for models of other families, whose layers it does not measure.
+    """
+    preset = presets.LARGE
+    layers = {"qwen2.5-3b": 10, "llama-3.1-8b": 4, "qwen2.5-14b": 4}
+    others = {
+        "mistral-7b": 4,
+        "gemma-2-9b": 4,
+        "olmoe-1b-7b": 4,
+        "starcoder2-7b": 4,
+        "glm-4-9b": 4,
+        "smollm3-3b": 8,
+        "granite-3.1-2b": 8,
+        "qwen3-30b-a3b": 4,
+    }
+    models = {
+        name: ModelSpec.load(name).with_layers(count)
+        for name, count in {**layers, **others}.items()
+    }
+    cap = 16 * 2**30
+    first, second, third = preset.models
+    cases = (
+        *(HeldoutCase(model, 24, 1024, BEST, cap) for model in preset.models),
+        *(HeldoutCase(model, 16, 1024, BEST) for model in others),
+        *(HeldoutCase(model, 3, 4096, BEST) for model in models),
+        *(HeldoutCase(model, 16, 1024, BEST, compiled=True) for model in ("mistral-7b", first)),
+        HeldoutCase(second, 10, 1024, "k_buffer", cap),
+        HeldoutCase(third, 10, 1024, "double_buffer", cap),
+        HeldoutCase(first, 10, 1024, BEST, cap, 4),
+        HeldoutCase(first, 24, 2048, BEST, cap, 8),
+        HeldoutCase("olmoe-1b-7b", 16, 1024, BEST, compiled=True),
+    )
+    base = Workload(batch=preset.batch, sequence=preset.sequence, loss_chunk=2048, no_dropout=True)
+    assert preset.grid is not None, "the preset names its grid"
+    return Suite(models, base, preset.grid, cases, calibrated=preset.models)
+
+
+def _compiled() -> Suite:
+    """Returns the suite that tests calibrations of named models with compiled layers: a dense
+    model, a mixture of experts, and one with linear attention, from 4k to 512k tokens per step.
+    """
+    dense, mixture, linear = "qwen2.5-7b", "olmoe-1b-7b", "qwen3-next-64-experts"
+    few = {**ModelSpec.load("qwen3-next-80b-a3b").config, "num_experts": 64}
+    models = {
+        dense: ModelSpec.load(dense).with_layers(4),
+        mixture: ModelSpec.load(mixture).with_layers(4),
+        linear: ModelSpec.from_config(few, linear, linear).with_layers(4),
+    }
+    cap = 24 * 2**30
+    cases = (
+        *(HeldoutCase(model, 12, 1024, BEST, cap) for model in models),
+        *(HeldoutCase(model, 1, 4096, BEST) for model in models),
+        HeldoutCase(dense, 24, 1024, "overlapped", cap, variant="host updates"),
+        HeldoutCase(dense, 1, 32768, BEST, cap),
+        HeldoutCase(mixture, 8, 4096, BEST),
+        HeldoutCase(dense, 24, 1024, BEST, cap, 3),
+        HeldoutCase(mixture, 24, 1024, "k_buffer", cap),
+        HeldoutCase(linear, 24, 1024, BEST),
+        HeldoutCase(dense, 1, 131072, BEST),
+        HeldoutCase(dense, 24, 1024, "double_buffer", cap),
+        HeldoutCase(mixture, 12, 1024, "sequential", cap),
+        HeldoutCase(dense, 32, 2048, BEST, None, 8),
+    )
+    base = Workload(batch=32, sequence=1024, loss_chunk=2048, compiled=True)
+    grid = tuple((point.batch, point.sequence) for point in presets.usual_grid(base))
+    return Suite(models, base, grid, cases, host_bytes=112 * 2**30)
+
+
 def _tiny_model(name: str, **changes: object) -> ModelSpec:
     config = {
         "model_type": "llama",
@@ -257,8 +334,14 @@ def _tiny() -> Suite:
 
 
 def suite(name: str) -> Suite:
-    """Returns the suite `h200`, `families` or `tiny`. Raises UserError for another name."""
-    suites = {"h200": _h200, "families": _families, "tiny": _tiny}
+    """Returns the suite of a name. Raises UserError for an unknown one."""
+    suites = {
+        "h200": _h200,
+        "families": _families,
+        "default-set": _default_set,
+        "compiled": _compiled,
+        "tiny": _tiny,
+    }
     if name not in suites:
         raise UserError(
             "--suite", found=repr(name), allowed=", ".join(suites), fix="name one of these"

@@ -1,4 +1,4 @@
-"""Compares predictions from the library's rates with stored measurements: `python -m
+"""Compares predictions for layers that were not measured with stored measurements: `python -m
 megatrain.experiments.heldout.uncalibrated DIR`.
 
 It predicts each stored plan again with the current simulator, and prints the errors of the step and
@@ -7,6 +7,9 @@ share of the bytes that `op_work` counts. The traffic is (measured time - predic
 matrix products and attention) x the rate of a copy. Ops beside which an update ran are left out.
 The medians over the fitted half of the models are the constants of
 `simulator/costs/kernel_traffic.py`. The other half tests them.
+
+With `--hardware FILE`, the machine of that file is used instead of the library's. A calibration of
+other layers on the same kind of GPU is tested in this way.
 """
 
 from __future__ import annotations
@@ -170,6 +173,12 @@ def parser() -> options.OneLineParser:
         metavar="DIR",
         help="a folder that `python -m megatrain.experiments.heldout --suite families` wrote",
     )
+    parser.add_argument(
+        "--hardware",
+        default=suite("families").library,
+        metavar="H",
+        help="a hardware file, or a name in the library (default %(default)s)",
+    )
     return parser
 
 
@@ -178,7 +187,7 @@ def run(args: argparse.Namespace) -> int:
     case was measured.
     """
     timelines = read_timelines(args.folder / "timelines.jsonl")
-    hardware = HardwareSpec.load(suite("families").library)
+    hardware = HardwareSpec.load(args.hardware)
     measured = [row for row in read_rows(args.folder / "rows.jsonl") if not row.failure]
     if not measured:
         raise UserError(

@@ -7,11 +7,12 @@ The duration of a compute op is the first of these that is known:
 
 1. the duration of the same shape, if it was measured
 2. an interpolation between measured shapes of the same layer (`interpolation.py`)
-3. the duration of the same layer with other tokens, scaled by the tokens, with the time of its
-   attention replaced, if the attention kernel was measured by itself (`Datasheet.scaled`)
-4. the duration of the nearest measured shape, scaled by FLOPs. In a decoder layer with another
-   sequence length, the time of attention comes from the rate of the attention kernel, and only
-   the rest is scaled, because the share of attention depends on the length
+3. the duration of the same layer with other tokens, scaled by the tokens. In a decoder layer, the
+   time of attention is replaced (`Datasheet.scaled`), because its share depends on the length
+4. the duration that the datasheet's formula gives with the rates of this machine, if no such layer
+   was measured. FLOPs alone are no measure for it: layers of other families took 0.4 to 3 times as
+   long as the nearest measured layer scaled by FLOPs (docs/accuracy.md). The ops of the embedding,
+   which mostly wait for their launch, are scaled from the nearest measured embedding
 
 If a recompute that skips attention was not measured, the time of the attention is subtracted from
 the duration of the full recompute. The time of attention per token is known if both kinds of
@@ -88,7 +89,6 @@ _STEADY = 1.01
 """The CPU's speed counts as constant if its slower and its faster half differ by less than this
 factor."""
 _SHAPE = re.compile(r"/(\d+)x(\d+)-")
-_HEADS = re.compile(r"-(\d+):\d+x(\d+)")
 
 
 class _MeasuredHead(NamedTuple):
@@ -224,12 +224,8 @@ class Calibrated(ContendedCosts):
                 self._known[key] = self._changed(op, plain, fp8=None)
             else:
                 duration, beyond = self._compute(op, size)
-                chunks, derived = self._other_chunks(op)
-                self._known[key] = (
-                    # `_summing_ns` may be negative, with a larger magnitude than the duration.
-                    max(math.ceil(chunks * duration) + self._summing_ns(op), 0),
-                    beyond or derived,
-                )
+                # `_summing_ns` may be negative, with a larger magnitude than the duration.
+                self._known[key] = max(duration + self._summing_ns(op), 0), beyond
         return self._known[key]
 
     def _on_curve(self, op: Op, size: int) -> tuple[int, bool]:
@@ -441,12 +437,30 @@ class Calibrated(ContendedCosts):
         return name
 
     def _compute(self, op: Op, shape: str) -> tuple[int, bool]:
-        """Returns (duration in ns, extrapolated) of a compute op. Raises UserError if there is no
-        measurement that can be scaled.
+        """Returns (duration in ns, extrapolated) of a compute op. Raises UserError if there is
+        neither a measurement that can be scaled nor a datasheet.
+        """
+        if (found := self._from_measured(op, shape)) is not None:
+            chunks, derived = self._other_chunks(op)
+            return math.ceil(chunks * found[0]), found[1] or derived
+        if self._datasheet is None:
+            kind = "head" if self._is_part_of_head(op) else op.kind
+            known = self.table.compute.get(kind, {})
+            raise missing_measurement(self.table.measured_on, op.kind, shape, known)
+        return self._datasheet.duration_ns(op), True
+
+    def _is_part_of_head(self, op: Op) -> bool:
+        """Checks whether `op` is a loss whose duration must be derived from the head's, which also
+        has a backward pass.
+        """
+        return op.kind in EVALUATION_KINDS and op.kind not in self.table.compute
+
+    def _from_measured(self, op: Op, shape: str) -> tuple[int, bool] | None:
+        """Returns (duration in ns, extrapolated) of a compute op with the loss chunk of the table,
+        or None if no measurement can be scaled.
         """
         kind, amount = op.kind, op.amount
-        # The loss is the head without its backward, so its time is scaled by its FLOPs.
-        from_head = kind in EVALUATION_KINDS and kind not in self.table.compute
+        from_head = self._is_part_of_head(op)
         measured = self.table.compute.get("head" if from_head else kind, {})
         if shape in measured and not from_head:
             return measured[shape][1], False
@@ -467,32 +481,15 @@ class Calibrated(ContendedCosts):
             and (time := between(points, *_tokens(shape), attends=kind in LAYER_KINDS)) is not None
         ):
             return time, False
-        if points and op.layer.isdigit() and self._datasheet and self._datasheet.knows_attention:
+        if points and op.layer.isdigit() and self._datasheet:
             return self._scaled(op, points), True
-        candidates = []
-        for known, (known_amount, duration) in alike.items():
-            if amount and known_amount:
-                candidates.append(
-                    (
-                        _layer(known) != _layer(shape),
-                        abs(math.log(amount / known_amount)),
-                        known,
-                        known_amount,
-                        duration,
-                    )
-                )
-        if not candidates:
-            raise missing_measurement(self.table.measured_on, kind, shape, measured)
-        _, _, known, known_amount, duration = min(candidates)
-        if self._datasheet and kind in LAYER_KINDS and not has_saved_attention(shape):
-            flops = _attention_flops(known) * (2 if kind == "backward" else 1)
-            sequence = _tokens(known)[1]
-            if sequence != _tokens(shape)[1] and 0 < flops < known_amount:
-                scaled = self._datasheet.from_other_layer(
-                    op, duration, known_amount - flops, flops, sequence
-                )
-                return scaled, True
-        return -(-duration * amount // known_amount), True
+        of_tables = kind in ("embed", "embed_backward")
+        candidates = [
+            (_layer(known) != _layer(shape), abs(math.log(amount / size)), duration / size)
+            for known, (size, duration) in alike.items()
+            if amount and size and (of_tables or _layer(known) == _layer(shape))
+        ]
+        return (math.ceil(min(candidates)[2] * amount), True) if candidates else None
 
     def _scaled(self, op: Op, points: list[Point]) -> int:
         """Returns the duration of a decoder layer's op in ns, from a measurement of the same layer
@@ -709,14 +706,6 @@ def _tokens(shape: str) -> tuple[int, int]:
     """
     match = _SHAPE.search(shape)
     return (int(match[1]) * int(match[2]), int(match[2])) if match else (0, 0)
-
-
-def _attention_flops(shape: str) -> int:
-    """Returns the FLOPs of the forward pass of causal attention in a shape, or 0 if the shape does
-    not say the heads as `HEADS:KEY_HEADSxSIZE`.
-    """
-    heads, (tokens, sequence) = _HEADS.search(_layer(shape)), _tokens(shape)
-    return 2 * tokens * sequence * int(heads[1]) * int(heads[2]) if heads else 0
 
 
 def _layer(shape: str) -> str:

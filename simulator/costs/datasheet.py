@@ -345,28 +345,6 @@ class Datasheet(EstimatedCosts):
         # small.
         return max(duration - before, _LEAST_OTHER_WORK * duration) * more + now
 
-    def from_other_layer(
-        self, op: Op, duration: int, linear_flops: int, attention_flops: int, sequence: int
-    ) -> int:
-        """Returns the duration of a decoder layer's `op` in ns, from the measured time of the same
-        kind of op of another layer.
-
-        The time without attention is scaled by FLOPs, and the time of attention is added.
-
-        Args:
-            op: an op with attention, `forward`, `recompute` or `backward`.
-            duration: the time of the other layer's op, in ns.
-            linear_flops: FLOPs of the other op without attention.
-            attention_flops: FLOPs of the other op's attention.
-            sequence: length of the other op's sequences, in tokens.
-        """
-        work = op_work(self.model, _work_of(op), op.layer, self.workload)
-        rate = self._attention_rate(sequence)
-        backward = _ATTENTION_BACKWARD if op.kind == "backward" else 1
-        other = max(duration - backward * attention_flops / rate, _LEAST_OTHER_WORK * duration)
-        linear = (op.amount - work.attention_flops) / linear_flops
-        return math.ceil(other * linear + self.attention_ns(op.kind, op.layer))
-
     def extrapolated(self, op: Op) -> bool:
         return (op.kind in COPY_KINDS and self._copy(op)[1]) or (
             self.masked and op.kind in LAYER_KINDS

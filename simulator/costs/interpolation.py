@@ -24,22 +24,35 @@ from typing import NamedTuple
 def interpolate(points: tuple[tuple[int, int], ...], size: int) -> tuple[int, bool]:
     """Returns (duration in ns, extrapolated) at `size` on a curve of (size, ns) points.
 
-    The points are in ascending order of size. Between two points the duration is linear. Beyond the
-    outermost points it continues the outermost segment. It is at least 0. A curve of one point is a
-    constant if the point's size is 0. Otherwise the duration is proportional to the size.
+    The points are in ascending order of size. Between two points the duration is linear. Beyond an
+    outermost point it continues the line from that point to the nearest one whose size differs by
+    at least a quarter. Nearer points are not used, because the slope of a short line has a large
+    error. Without such a point, the duration is proportional to the size. It is at least 0. A curve
+    of one point is a constant if the point's size is 0.
 
     >>> interpolate(((100, 20), (200, 30)), 150), interpolate(((100, 20), (200, 30)), 400)
     ((25, False), (50, True))
+    >>> interpolate(((100, 20), (200, 30), (201, 33)), 402)
+    (59, True)
     """
-    if len(points) == 1:
-        known, duration = points[0]
-        return (duration, False) if known in (0, size) else (-(-duration * size // known), True)
-    right = min(max(bisect.bisect_left(points, (size, -1)), 1), len(points) - 1)
-    (x0, y0), (x1, y1) = points[right - 1], points[right]
-    return (
-        max(y0 + -(-(y1 - y0) * (size - x0) // (x1 - x0)), 0),
-        not points[0][0] <= size <= points[-1][0],
-    )
+    (least, shortest), (most, longest) = points[0], points[-1]
+    if least <= size <= most:
+        right = bisect.bisect_left(points, (size, -1))
+        if points[right][0] == size:
+            return points[right][1], False
+        (x0, y0), (x1, y1) = points[right - 1], points[right]
+        beyond = False
+    else:
+        if size < least:
+            x0, y0 = least, shortest
+            x1, y1 = next((point for point in points if 4 * point[0] >= 5 * x0), (0, 0))
+        else:
+            x0, y0 = most, longest
+            x1, y1 = next((point for point in reversed(points) if 4 * point[0] <= 3 * x0), (0, 0))
+        if not x0:
+            return y0, False
+        beyond = True
+    return max(y0 - (y1 - y0) * (size - x0) // (x0 - x1), 0), beyond
 
 
 class Point(NamedTuple):

@@ -14,9 +14,12 @@ from megatrain.experiments.heldout.rows import read_rows
 from megatrain.experiments.heldout.suites import FITTED, refuse_grid, suite
 from megatrain.experiments.heldout.timelines import read_timelines
 from megatrain.experiments.heldout.uncalibrated import UncalibratedCase, compare, main
+from megatrain.simulator.costs import cost_model
 from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.planner.assessment import assess
 
-STORED = Path(__file__).parents[3] / "experiments" / "results" / "h200-families"
+RESULTS = Path(__file__).parents[3] / "experiments" / "results"
+STORED = RESULTS / "h200-families"
 
 
 @pytest.fixture(scope="module")
@@ -101,3 +104,27 @@ def test_compiled_and_eager_steps_are_not_of_one_group() -> None:
     compiled = [row.plan.workload.compiled for row in rows]
     groups = {row.group: work for row, work in zip(rows, compiled, strict=True)}
     assert len(groups) == len(rows) > sum(compiled) > 0
+
+
+@pytest.mark.parametrize(
+    ("calibration", "mean", "worst"),
+    [
+        (RESULTS / "h200-heldout" / "hardware.toml", 0.04, 0.12),
+        (RESULTS / "h200-sustained-compute" / "hardware.toml", 0.06, 0.19),
+    ],
+)
+def test_a_calibration_predicts_layers_that_it_did_not_measure(
+    calibration: Path, mean: float, worst: float
+) -> None:
+    """The first calibration measured three eager models, the second one compiled model. Scaled by
+    FLOPs from their layers, these steps were predicted 31 to 129 % of their measured time.
+    """
+    hardware = HardwareSpec.load(str(calibration))
+    errors = []
+    for row in read_rows(STORED / "rows.jsonl"):
+        if row.step_seconds:
+            costs = cost_model(hardware, row.plan.model, row.plan.workload)
+            errors.append(abs(assess(row.plan, costs).step_seconds / row.step_seconds - 1))
+    assert len(errors) == 83
+    assert statistics.mean(errors) < mean
+    assert max(errors) < worst

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -28,6 +29,9 @@ from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import DOCUMENTS, Workload
 from megatrain.simulator.schedule import Op
 from megatrain.simulator.schedule.plan import Plan
+
+RESULTS = Path(__file__).parents[3] / "experiments" / "results"
+CALIBRATION = RESULTS / "h200-heldout" / "hardware.toml"
 
 
 def forward(batch: int | str) -> Op:
@@ -75,6 +79,17 @@ def test_interpolation_stays_between_its_neighbours(points: dict[int, int], size
 
 def test_a_steep_curve_never_goes_below_zero() -> None:
     assert interpolate(((1000, 10), (2000, 1000)), 100) == (0, True)
+
+
+def test_two_points_of_nearly_one_size_do_not_give_the_slope_beyond_them() -> None:
+    """Layers of two models may have nearly as many parameters. The noise of their times, divided by
+    the difference of their sizes, is no slope.
+    """
+    points = ((100_000, 1_000), (200_000, 2_000), (200_001, 2_500))
+    assert interpolate(points, 400_000) == (5_500, True)
+    assert interpolate(points[1:], 400_002) == (5_000, True)
+    low = ((100_000, 1_500), (100_001, 1_000), (200_000, 2_000))
+    assert interpolate(low, 50_000) == (1_250, True)
 
 
 def test_a_lane_may_have_a_curve_of_its_own() -> None:
@@ -551,6 +566,30 @@ def test_a_shape_that_was_not_measured_is_refused_with_a_fix(op: Op) -> None:
     with pytest.raises(UserError, match=r"; fix: .*`megatrain calibrate") as error:
         Calibrated(table()).duration_ns(op)
     assert op.kind in str(error.value)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", ["olmoe-1b-7b", "gemma-2-9b"])
+def test_a_layer_that_was_not_measured_takes_the_time_of_the_datasheet(
+    name: str, compiled: bool
+) -> None:
+    """The calibration measured other dense layers, without torch.compile."""
+    hardware = HardwareSpec.load(str(CALIBRATION))
+    model, work = ModelSpec.load(name), Workload(batch=4, sequence=1024, compiled=compiled)
+    plan = Plan(
+        policy="double_buffer",
+        hardware="",
+        source="",
+        device_limit_bytes=2**40,
+        host_limit_bytes=2**40,
+        model=model,
+        workload=work,
+    )
+    costs, sheet = cost_model(hardware, model, work), Datasheet(hardware, model, work)
+    for op in policies.lower(plan).ops:
+        if op.kind in ("forward", "recompute", "backward", "head"):
+            assert costs.duration_ns(op) == sheet.duration_ns(op)
+            assert costs.extrapolated(op)
 
 
 def test_matrix_products_of_an_update_need_a_datasheet() -> None:
