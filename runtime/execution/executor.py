@@ -19,7 +19,7 @@ from typing import NamedTuple, Self
 import torch
 from transformers import PretrainedConfig
 
-from megatrain.runtime.batch import IGNORED, Batch, refuse_batch
+from megatrain.runtime.batch import Batch, refuse_batch
 from megatrain.runtime.execution.binding import Binder
 from megatrain.runtime.execution.checksum import checksum
 from megatrain.runtime.execution.lanes import (
@@ -478,12 +478,11 @@ class Executor:
                 self.plan.model.vocabulary,
                 f"data: micro-batch {micro}",
             )
-        all_labels = [batch.trained_labels for batch in batches]
-        labelled = sum(int((labels != IGNORED).sum()) for labels in all_labels)
+        labelled = sum(batch.labelled for batch in batches)
         if self.ranks is not None:
             labelled = self.ranks.total(labelled)
         self._state.scale = 1 / max(labelled, 1)
-        for micro, (batch, labels) in enumerate(zip(batches, all_labels, strict=True)):
+        for micro, batch in enumerate(batches):
             if batch.documents is not None and not work.documents:
                 raise UserError(
                     "data",
@@ -491,12 +490,13 @@ class Executor:
                     allowed="rows of one document, as planned",
                     fix="make the plan without --plain-packing",
                 )
-            rows = [batch.ids, labels] + (
-                [torch.zeros_like(batch.ids) if batch.documents is None else batch.documents]
-                if work.documents
-                else []
-            )
-            self._binder.tokens(micro).copy_(torch.stack(rows))
+            rows = [batch.ids, batch.trained_labels]
+            if work.documents:
+                rows.append(
+                    torch.zeros_like(batch.ids) if batch.documents is None else batch.documents
+                )
+            for target, row in zip(self._binder.tokens(micro), rows, strict=True):
+                target.copy_(row)
             self.functional_layers.expect(micro, batch.documents, step)
         return labelled
 
