@@ -1,7 +1,8 @@
 """Chooses the attention kernel if the user names none.
 
-The candidates are the kernels that the runtime can use (`choosable`) and for which the machine has
-rates of their own (`HardwareSpec.attention`) or measured costs. They are compared by the time of
+The candidates are the kernels that the runtime can use (`choosable`), and with which the model's
+layers were measured. If its layers were not measured at all, they are the kernels for which the
+machine has rates of their own (`HardwareSpec.attention`). They are compared by the time of
 the forward, recompute and backward of all decoder layers. The fastest is chosen if it is faster
 than PyTorch's choice by 2 % or more. Otherwise the workload names no kernel. Plans are searched
 only after this choice, so the search takes no longer.
@@ -10,7 +11,8 @@ The times are those of a micro-batch of about 32,768 tokens, whatever the batch 
 short row does not fill a GPU. So the choice depends on the model, the machine and the sequence, but
 not on the batch, the loss chunk or the token piece, and all commands choose the same kernel.
 
-A calibration mostly has the times of one kernel. No kernel is chosen then.
+A calibration mostly has the times of one kernel. No kernel is chosen then, because a measured time
+cannot be compared with one that follows from rates.
 
 Attention with sinks is the exception (`ModelSpec.has_sinks`). Without a kernel, its scores are
 written out. So the flash kernel is chosen wherever the machine has costs for it, by a rate of its
@@ -29,7 +31,7 @@ from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import cost_model
 from megatrain.simulator.hardware.cost_table import LAYER_KINDS
 from megatrain.simulator.hardware.machine import HardwareSpec
-from megatrain.simulator.model.attention_kernel import choosable
+from megatrain.simulator.model.attention_kernel import KERNELS, choosable
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Kernel, Workload
 from megatrain.simulator.planner.lower_bound import LowerBound
@@ -71,7 +73,7 @@ def with_attention_kernel(
     times = {
         kernel: _layers_ns(model, hardware, workload, kernel)
         for kernel in choosable(model, workload, deterministic=deterministic)
-        if hardware.costs is not None or kernel in hardware.attention or model.has_sinks
+        if model.has_sinks or _comparable(model, hardware, kernel)
     }
     if not times:
         return workload
@@ -81,6 +83,15 @@ def with_attention_kernel(
     if _gain(_layers_ns(model, hardware, workload, None), times[fastest]) < LEAST_GAIN:
         return workload
     return msgspec.structs.replace(workload, attention=fastest)
+
+
+def _comparable(model: ModelSpec, hardware: HardwareSpec, kernel: Kernel) -> bool:
+    """Returns whether the costs of a kernel and of PyTorch's choice have the same source."""
+    layer = model.decoders[0].signature
+    shapes = hardware.costs.compute.get("forward", {}) if hardware.costs else {}
+    names = [shape.rpartition("/")[2].split("-") for shape in shapes if shape.startswith(layer)]
+    measured = {next((name for name in KERNELS if name in parts), None) for parts in names}
+    return {None, kernel} <= measured if measured else kernel in hardware.attention
 
 
 def kernel_gain(model: ModelSpec, hardware: HardwareSpec, workload: Workload) -> float:

@@ -10,7 +10,6 @@ import pytest
 
 from megatrain.simulator import policies as policy_library
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.hardware.cost_table import COMPUTE_KINDS, LAYER_KINDS
 from megatrain.simulator.hardware.machine import AttentionRate, HardwareSpec
 from megatrain.simulator.model.attention_kernel import KERNELS, choosable, obstacle
 from megatrain.simulator.model.specs import ModelSpec
@@ -205,13 +204,11 @@ def test_the_choice_neither_searches_nor_lowers_a_plan(monkeypatch: pytest.Monke
     assert with_attention_kernel(QWEN, H200, LONG).attention == "cudnn"
 
 
-def calibrated(
-    factor: float | None, usual: bool = True, kinds: tuple[str, ...] = COMPUTE_KINDS
-) -> HardwareSpec:
+def calibrated(factor: float | None, usual: bool = True) -> HardwareSpec:
     """Returns an H200 whose layers of rows of one text were measured.
 
     The times with cuDNN are those with PyTorch's choice times `factor`. None means that they were
-    not measured. Only those of `kinds` were. With `usual` False, PyTorch's choice was not measured.
+    not measured. With `usual` False, PyTorch's choice was not measured.
     """
     hardware = HardwareSpec.load(CALIBRATED)
     assert hardware.costs
@@ -222,7 +219,7 @@ def calibrated(
             plain = shape.removesuffix("-documents")
             if usual:
                 compute[kind][plain] = (amount, duration)
-            if factor is not None and kind in kinds:
+            if factor is not None:
                 compute[kind][f"{plain}-cudnn"] = (amount, round(factor * duration))
     costs = msgspec.structs.replace(hardware.costs, compute=compute)
     return msgspec.structs.replace(hardware, costs=costs)
@@ -237,16 +234,18 @@ def test_a_calibrated_machine_needs_measurements_of_both_kernels(
     model, work = ModelSpec.load("qwen2.5-3b"), Workload(batch=12, sequence=2048)
     assert with_attention_kernel(model, calibrated(factor), work).attention == expected
     named = changed(work, attention="cudnn")
-    gain = kernel_gain(model, calibrated(factor), named)
-    assert gain == pytest.approx(1 / factor - 1 if factor else 0, abs=1e-4)
+    if factor:
+        gain = kernel_gain(model, calibrated(factor), named)
+        assert gain == pytest.approx(1 / factor - 1, abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    "hardware",
-    [calibrated(0.9, kinds=LAYER_KINDS), calibrated(0.9, usual=False)],
-    ids=["without a head", "one kernel"],
-)
-def test_no_kernel_is_chosen_if_a_search_would_lack_costs(hardware: HardwareSpec) -> None:
+def test_a_measured_kernel_is_not_compared_with_a_rate() -> None:
     model, work = ModelSpec.load("qwen2.5-3b"), Workload(batch=12, sequence=2048)
     assert with_attention_kernel(model, calibrated(0.9), work).attention == "cudnn"
-    assert with_attention_kernel(model, hardware, work) == work
+    rates = {"cudnn": AttentionRate(efficiency=0.9, half_tokens=100)}
+    for hardware in (calibrated(0.9, usual=False), calibrated(None)):
+        with_a_rate = msgspec.structs.replace(hardware, attention=rates)
+        assert with_attention_kernel(model, with_a_rate, work) == work
+        other = ModelSpec.load("llama-3.1-8b")  # its layers were not measured
+        long = changed(LONG, compiled=False)
+        assert with_attention_kernel(other, with_a_rate, long).attention == "cudnn"
