@@ -110,7 +110,7 @@ def test_compiled_and_eager_steps_are_not_of_one_group() -> None:
     ("calibration", "mean", "worst"),
     [
         (RESULTS / "h200-heldout" / "hardware.toml", 0.04, 0.12),
-        (RESULTS / "h200-sustained-compute" / "hardware.toml", 0.06, 0.19),
+        (RESULTS / "h200-sustained-compute" / "hardware.toml", 0.07, 0.2),
     ],
 )
 def test_a_calibration_predicts_layers_that_it_did_not_measure(
