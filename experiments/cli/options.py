@@ -594,6 +594,17 @@ def add_hosts(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def refuse_network_of_one_host(args: argparse.Namespace) -> None:
+    """Raises UserError for `--network` without several `--hosts`, because it has no effect."""
+    if args.network is not None and args.hosts == 1:
+        raise UserError(
+            "--network",
+            found=f"{args.network:g} and one host",
+            allowed="a rate between several hosts",
+            fix="add --hosts H, or leave --network out",
+        )
+
+
 def add_check(parser: argparse.ArgumentParser) -> None:
     """Adds the model and all options of `megatrain check`, which the page in a browser also has."""
     parser.add_argument(

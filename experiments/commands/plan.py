@@ -211,6 +211,7 @@ def _chosen(args: argparse.Namespace) -> tuple[list[Choice], HardwareSpec]:
     from megatrain.simulator.planner.shared_step import shared_step
     from megatrain.simulator.verdict.multi_gpu import check_gpus
 
+    options.refuse_network_of_one_host(args)
     hardware = HardwareSpec.load(args.hardware).with_network(args.network)
     if os.path.exists(args.model):
         source = file_arguments.relative(Path(args.model), args.out.parent)

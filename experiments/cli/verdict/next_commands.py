@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 def next_commands(args: argparse.Namespace, verdict: Verdict) -> list[tuple[list[str], str]]:
     """Returns the words of each command, and a phrase on what it does.
 
-    For a model that fits, the commands train it and write its plan. Otherwise, the command lists
+    For a model that fits, the commands train it and write its plan, also for several GPUs if
+    the verdict is about them. Otherwise, the command lists
     the models that fit with the same options except the micro-batch. Training needs weights, so a
     model that is not a folder is called MODEL.
 
@@ -43,7 +44,7 @@ def next_commands(args: argparse.Namespace, verdict: Verdict) -> list[tuple[list
     measured = [*hardware, *limits] if verdict.calibrated else []
     model = args.model if os.path.isdir(args.model) else "MODEL"
     named = hardware or ["--hardware", "hardware.toml"]
-    return [
+    commands = [
         (
             _quoted("train", model, "--data", "DATA", *measured, *policy, *kept, "--out", "RUN"),
             "on that machine: measures it if needed, plans and trains",
@@ -55,7 +56,7 @@ def next_commands(args: argparse.Namespace, verdict: Verdict) -> list[tuple[list
                 *named,
                 *limits,
                 *policy,
-                *_size(verdict),
+                *_size(verdict, verdict.workload.loss_chunk if verdict.chunk_chosen else None),
                 *kept,
                 "--out",
                 "plan.toml",
@@ -63,6 +64,24 @@ def next_commands(args: argparse.Namespace, verdict: Verdict) -> list[tuple[list
             "only writes the plan of this verdict, for `megatrain train`",
         ),
     ]
+    shared = verdict.multi_gpu
+    if shared and shared.feasible and shared.workload:
+        gpus = _options(
+            {
+                "gpus": (shared.gpus, None),
+                "hosts": (shared.hosts, 1),
+                "network": (None if args.network is None else f"{args.network:g}", None),
+            }
+        )
+        chunk = shared.workload.loss_chunk if verdict.chunk_chosen else None
+        words = [*named, *limits, *policy, *gpus, *_size(verdict, chunk), *kept]
+        commands.append(
+            (
+                _quoted("plan", args.model, *words, "--out", "several.toml"),
+                f"writes the plan for {shared.gpus} GPUs",
+            )
+        )
+    return commands
 
 
 def _quoted(*words: str) -> list[str]:
@@ -82,9 +101,9 @@ def _options(values: Mapping[str, tuple[object, object]]) -> list[str]:
     ]
 
 
-def _size(verdict: Verdict) -> list[str]:
-    """Returns the options for batch, sequence and accumulation, and for the loss chunk if it was
-    chosen for them. They are not for `train`, which chooses them from the data.
+def _size(verdict: Verdict, loss_chunk: int | None) -> list[str]:
+    """Returns the options for batch, sequence and accumulation, and for `loss_chunk` if it is not
+    None. They are not for `train`, which chooses them from the data.
     """
     work = verdict.workload
     return _options(
@@ -92,7 +111,7 @@ def _size(verdict: Verdict) -> list[str]:
             "batch": (work.batch, None),
             "seq": (work.sequence, None),
             "accumulation": (work.accumulation, 1),
-            "loss-chunk": (work.loss_chunk if verdict.chunk_chosen else None, None),
+            "loss-chunk": (loss_chunk, None),
         }
     )
 

@@ -52,6 +52,29 @@ def test_a_plan_has_its_hosts_and_network(capsys: pytest.CaptureFixture[str]) ->
     assert ", 4 GPUs of 2 hosts, schedule" in out(capsys, "simulate", "plan.toml")
 
 
+@pytest.mark.parametrize("several", [HOSTS, ("--gpus", "2")], ids=["hosts", "one host"])
+def test_check_says_how_to_write_the_plan_for_several_gpus(
+    several: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    verdict = checked(capsys, *MODEL, *several)["multi_gpu"]
+    printed = words(out(capsys, "check", *MODEL, *several)).replace("\\ ", "")
+    command = re.search(rf"megatrain (plan [^#]+) # writes the plan for {several[1]} GPUs", printed)
+    assert command
+    out(capsys, *command[1].split())
+    plan = Plan.load(Path("several.toml"))
+    assert plan.prediction is not None
+    assert plan.prediction.step_seconds == verdict["step_seconds"]
+
+
+@pytest.mark.parametrize("command", [("check",), ("plan", "--out", "plan.toml")])
+def test_a_network_needs_several_hosts(
+    command: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*command, *MODEL, "--gpus", "4", "--network", "50"]) == 2
+    assert "found 50 and one host" in capsys.readouterr().err
+    assert not Path("plan.toml").exists()
+
+
 def test_host_memory_is_for_each_host(capsys: pytest.CaptureFixture[str]) -> None:
     limit = ("--host-memory", "64GiB")
     out(capsys, "plan", *MODEL, *HOSTS, *limit, "--out", "plan.toml")
