@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import contextlib
 
+import msgspec
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from megatrain.runtime.calibration.timing import time_repeatedly
+from megatrain.runtime.calibration.timing import rounded, time_repeatedly
 from megatrain.runtime.memory.arenas import TORCH_DTYPE
-from megatrain.simulator.hardware.machine import MOST_HALF_TOKENS
+from megatrain.simulator.hardware.machine import MOST_HALF_TOKENS, AttentionRate
+from megatrain.simulator.model.attention_kernel import KERNELS
 from megatrain.simulator.model.families import UNFUSED_ATTENTION
 from megatrain.simulator.model.specs import ModelSpec
-from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.model.workload import Kernel, Workload
 
 _SHORTEST, _LONGEST, _FACTOR = 512, 2**17, 4
 """The shortest and the longest row in tokens, and the factor from one length to the next."""
@@ -46,7 +48,7 @@ def attention_curve(
     unfused = model.writes_scores or model.family in UNFUSED_ATTENTION
     if unfused and not model.fuses_scores(workload):
         return ()
-    kernel = workload.attention if device.type == "cuda" else None
+    kernel = workload.kernel if device.type == "cuda" else None
     backend = sdpa_kernel(_BACKENDS[kernel]) if kernel else contextlib.nullcontext()
     points: list[tuple[int, int, int]] = []
     length = _SHORTEST
@@ -61,6 +63,21 @@ def attention_curve(
                 break
             length *= _FACTOR
     return tuple(points)
+
+
+def attention_curves(
+    model: ModelSpec, workload: Workload, device: torch.device
+) -> dict[Kernel | None, tuple[tuple[int, int, int], ...]]:
+    """Returns the curves of the attention kernels that rows of one text may use, by kernel. None is
+    PyTorch's choice. A kernel that the device does not have for this model has no points.
+    """
+    kernels: tuple[Kernel | None, ...] = (None, *KERNELS) if device.type == "cuda" else (None,)
+    return {
+        kernel: attention_curve(
+            model, msgspec.structs.replace(workload, attention=kernel, documents=False), device
+        )
+        for kernel in kernels
+    }
 
 
 def _row(
@@ -99,10 +116,10 @@ def _row(
 
 def attention_rate(
     model: ModelSpec, points: tuple[tuple[int, int, int], ...], flops_per_s: float
-) -> tuple[float, int] | None:
-    """Returns the fields `attention_efficiency` and `attention_half_tokens` of a HardwareSpec.
+) -> AttentionRate | None:
+    """Returns the rate of an attention kernel.
 
-    With these, the two longest rows of `points` take the measured times. The forward and the
+    With it, the two longest rows of `points` take the measured times. The forward and the
     backward of a row of S tokens take a time proportional to S (S + half_tokens). Together they
     count as 3.5 forwards. `flops_per_s` is the rate of a large matrix product. Returns None if
     there are fewer than two points, or if the time per token does not grow with the length, or so
@@ -121,4 +138,5 @@ def attention_rate(
     heads, _, size = model.heads
     # A forward has 2 H D S^2 FLOPs, because half of the pairs are masked.
     flops = 3.5 * 2 * heads * size * long * (long + half)
-    return min(flops / (sum(after) / 1e9) / flops_per_s, 1.0), round(half)
+    reached = min(flops / (sum(after) / 1e9) / flops_per_s, 1.0)
+    return AttentionRate(efficiency=rounded(reached), half_tokens=round(half))

@@ -27,7 +27,11 @@ import torch
 from transformers import PretrainedConfig
 
 from megatrain.runtime import machine
-from megatrain.runtime.calibration.attention_kernel import attention_curve, attention_rate
+from megatrain.runtime.calibration.attention_kernel import (
+    attention_curve,
+    attention_curves,
+    attention_rate,
+)
 from megatrain.runtime.calibration.cpu_adam_bench import BYTES, ChunkUpdates
 from megatrain.runtime.calibration.measured_costs import (
     OPTIMIZER_KINDS,
@@ -59,11 +63,7 @@ from megatrain.simulator.hardware.cost_table import (
     EVALUATION_KINDS,
     WIDE_KINDS,
 )
-from megatrain.simulator.hardware.machine import (
-    ATTENTION_EFFICIENCY,
-    ATTENTION_HALF_TOKENS,
-    HardwareSpec,
-)
+from megatrain.simulator.hardware.machine import AttentionRate, HardwareSpec
 from megatrain.simulator.model.layer import DTYPE_BYTES
 from megatrain.simulator.model.op_work import attention_shape, op_work
 from megatrain.simulator.model.specs import ModelSpec
@@ -437,11 +437,17 @@ def calibrate(
         _measure_host_optimizer(bench, chunks, subject, quick, 1 + -(-len(runs) // every))
         heads = bench.heads(subject, [work for _, work in runs], points)
         progress("attention alone")
+        curves = attention_curves(model, workload, device)
         attention = {
             attention_shape(measured.model, workload): attention_curve(
                 measured.model, workload, device
             )
-            for measured in (subject, *others)
+            for measured in others
+        } | {
+            attention_shape(
+                model, msgspec.structs.replace(workload, attention=kernel, documents=False)
+            ): points
+            for kernel, points in curves.items()
         }
         progress("copies and rates")
         rates = measure_rates(
@@ -462,9 +468,12 @@ def calibrate(
         heads,
         device,
     )
-    rate = attention_rate(
-        model, attention[attention_shape(model, workload)], rates.matmul_flops
-    ) or (ATTENTION_EFFICIENCY, ATTENTION_HALF_TOKENS)
+    reached: dict[str, AttentionRate] = {
+        kernel or "": rate
+        for kernel, points in curves.items()
+        if (rate := attention_rate(model, points, rates.matmul_flops))
+    }
+    usual = reached.pop("", AttentionRate.usual())
     described = machine.describe(device)
     h2d, d2h = copy_curve(rates.copies["load_weights"]), copy_curve(rates.copies["save_gradients"])
     library = HardwareSpec.of_gpu(table.measured_on)
@@ -486,9 +495,14 @@ def calibrate(
             workload.dtype: rounded(rates.matmul_flops / 1e12),
             **({"fp8": rounded(rates.fp8_flops / 1e12)} if rates.fp8_flops else {}),
         },
-        linear_efficiency=rounded(linear_efficiency(table, rates, small, workload, rate)),
-        attention_efficiency=rounded(rate[0]),
-        attention_half_tokens=rate[1],
+        linear_efficiency=rounded(
+            linear_efficiency(
+                table, rates, small, workload, reached.get(workload.kernel or "", usual)
+            )
+        ),
+        attention_efficiency=usual.efficiency,
+        attention_half_tokens=usual.half_tokens,
+        attention=reached,
         device_gb_per_s=rounded(rates.device_bytes_per_s / 1e9),
         h2d_gb_per_s=h2d[-1][1],
         d2h_gb_per_s=d2h[-1][1],

@@ -17,6 +17,7 @@ from megatrain.runtime.calibration.profile_steps import StepProfile
 from megatrain.runtime.calibration.timing import rounded, spread
 from megatrain.simulator.hardware.cost_table import CostTable, Workspace
 from megatrain.simulator.hardware.limits import Curve
+from megatrain.simulator.hardware.machine import AttentionRate
 from megatrain.simulator.model.op_work import op_work
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
@@ -208,23 +209,22 @@ def linear_efficiency(
     rates: MeasuredRates,
     model: ModelSpec,
     workload: Workload,
-    attention: tuple[float, int],
+    attention: AttentionRate,
 ) -> float:
     """Returns `HardwareSpec.linear_efficiency`: the rate of matrix products in a decoder layer,
     divided by the rate of a single large product.
 
     It is the value with which the formula for datasheets (`simulator/costs/datasheet.py`) gives the
-    measured time of the layer's forward. `attention` has the other two values of this formula,
-    `attention_efficiency` and `attention_half_tokens`. At least half of the time counts as matrix
-    products, even if the other terms of the formula are larger, as on a CPU. FLOPs in fp8 count
-    less, in proportion to the rate of a large fp8 product.
+    measured time of the layer's forward. At least half of the time counts as matrix products, even
+    if the other terms of the formula are larger, as on a CPU. FLOPs in fp8 count less, in
+    proportion to the rate of a large fp8 product.
 
     Args:
         table: The table with the measured time of the layer's forward.
         rates: The rates of a large product and of the device memory.
         model: The model. Its decoder layer 0 is used.
         workload: The workload of the measured time.
-        attention: (`attention_efficiency`, `attention_half_tokens`).
+        attention: The rate of the workload's attention kernel.
     """
     layer = model.decoders[0]
     work = op_work(model, "forward", layer.name, workload)
@@ -232,8 +232,8 @@ def linear_efficiency(
     rest = work.moved_bytes / rates.device_bytes_per_s
     rest += (
         work.attention_flops
-        * (1 + attention[1] / workload.sequence)
-        / (attention[0] * rates.matmul_flops)
+        * (1 + attention.half_tokens / workload.sequence)
+        / (attention.efficiency * rates.matmul_flops)
     )
     flops: float = work.linear_flops
     if work.fp8_flops:

@@ -193,9 +193,7 @@ class Datasheet(EstimatedCosts):
         usual = AttentionRate(
             efficiency=hardware.attention_efficiency, half_tokens=hardware.attention_half_tokens
         )
-        attention = hardware.attention.get(
-            "flash" if workload.documents else workload.attention or "", usual
-        )
+        attention = hardware.attention.get(workload.kernel or "", usual)
         fused = model.fuses_scores(workload)
         # Written-out scores always include the masked pairs, so documents change nothing there.
         self.masked = (

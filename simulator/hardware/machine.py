@@ -64,6 +64,11 @@ class AttentionRate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     half_tokens: int
     """Sequence length in tokens at which the kernel reaches half of `efficiency`."""
 
+    @classmethod
+    def usual(cls) -> AttentionRate:
+        """Returns the rate of a machine whose attention was not measured."""
+        return cls(efficiency=ATTENTION_EFFICIENCY, half_tokens=ATTENTION_HALF_TOKENS)
+
 
 class HardwareSpec(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One machine. Raises UserError if a name is unknown or a number is out of range."""

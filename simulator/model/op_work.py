@@ -120,9 +120,9 @@ def _attention_flops(part: Part, tokens: int, sequence: int) -> int:
 def attention_shape(model: ModelSpec, workload: Workload) -> str:
     """Returns a key of everything that the duration of a full attention kernel depends on,
     except the sequence length: `HEADSxKEY_HEADSxSIZE-DTYPE`, followed by `-KERNEL` if the
-    kernel is not PyTorch's choice. The kernel is `flash` if rows have documents.
+    kernel is not PyTorch's choice (`Workload.kernel`).
     """
-    kernel = "flash" if workload.documents else workload.attention
+    kernel = workload.kernel
     return "-".join(
         ["x".join(map(str, model.heads)), workload.dtype, *([kernel] if kernel else [])]
     )

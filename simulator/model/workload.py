@@ -251,6 +251,13 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return self.tokens * self.accumulation
 
     @property
+    def kernel(self) -> Kernel | None:
+        """The attention kernel on a GPU: the one that separates documents by their lengths, or
+        `attention`. None means that PyTorch chooses it.
+        """
+        return "flash" if self.documents else self.attention
+
+    @property
     def token_rows(self) -> int:
         """The number of int64 values that are copied to the device per token: input id, label, and
         with documents the document index.

@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
 from whole_models import model_of
 
 from megatrain.runtime.calibration import attention_kernel
-from megatrain.runtime.calibration.attention_kernel import attention_curve, attention_rate
+from megatrain.runtime.calibration.attention_kernel import (
+    attention_curve,
+    attention_curves,
+    attention_rate,
+)
+from megatrain.simulator.hardware.machine import AttentionRate
 from megatrain.simulator.model.workload import Workload
 
 LENGTHS = (512, 2048, 8192, 32768, 131072)
@@ -80,12 +87,18 @@ def test_two_rows_are_enough_for_a_rate() -> None:
     heads, _, size = model.heads
     flops = 7 * heads * size * 2048**2
     points = ((512, 10, 20), (2048, 160, 320))
-    assert attention_rate(model, points, 1e18) == (pytest.approx(flops / 480e-9 / 1e18), 0)
-    assert attention_rate(model, points, 1e6) == (1.0, 0), "no faster than a large product"
+    found = attention_rate(model, points, 1e18)
+    assert found
+    assert found.efficiency == pytest.approx(flops / 480e-9 / 1e18, rel=1e-4)
+    assert found.half_tokens == 0
+    most = attention_rate(model, points, 1e6)
+    assert most == AttentionRate(efficiency=1.0, half_tokens=0), "no faster than a large product"
 
 
 def test_times_that_grow_faster_than_the_square_have_no_half_tokens() -> None:
-    assert (attention_rate(model_of("qwen2"), ((512, 1, 1), (2048, 160, 320)), 1e15) or "")[1] == 0
+    found = attention_rate(model_of("qwen2"), ((512, 1, 1), (2048, 160, 320)), 1e15)
+    assert found
+    assert found.half_tokens == 0
 
 
 @pytest.mark.parametrize("longer", [40, 39])
@@ -103,3 +116,35 @@ def test_growth_per_token_that_is_lost_in_the_noise_gives_no_rate(
     """
     points = ((512, 5_000, 5_000), (2048, longer, 0))
     assert (attention_rate(model_of("qwen2"), points, 1e12) is not None) == has_rate
+
+
+def test_the_kernel_of_the_workload_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, rows with documents use flash attention, whatever PyTorch would choose."""
+    backends: list[SDPBackend | None] = []
+
+    class Backend:
+        def __init__(self, backend: SDPBackend | None) -> None:
+            self.backend = backend
+
+        def __enter__(self) -> None:
+            backends.append(self.backend)
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr(attention_kernel, "sdpa_kernel", Backend)
+    monkeypatch.setattr(attention_kernel.contextlib, "nullcontext", lambda: Backend(None))
+    monkeypatch.setattr(attention_kernel, "_row", lambda *_: (1e-6, 1e-6))
+    model, plain = model_of("qwen2"), Workload(batch=2, sequence=16)
+    for work in (
+        plain,
+        msgspec.structs.replace(plain, attention="cudnn"),
+        msgspec.structs.replace(plain, documents=True),
+    ):
+        assert attention_curve(model, work, torch.device("cuda"))
+    assert backends == [None, SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
+    backends.clear()
+    packed = msgspec.structs.replace(plain, documents=True)
+    assert list(attention_curves(model, packed, torch.device("cuda"))) == [None, "flash", "cudnn"]
+    assert backends == [None, SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]
+    assert list(attention_curves(model, packed, torch.device("cpu"))) == [None]

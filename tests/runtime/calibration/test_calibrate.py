@@ -37,7 +37,7 @@ from megatrain.simulator.costs import Calibrated, cost_model
 from megatrain.simulator.engine.discrete_event import simulate
 from megatrain.simulator.hardware.agreement import agreement
 from megatrain.simulator.hardware.cost_table import COMPUTE_KINDS, CURVE_KINDS, EVALUATION_KINDS
-from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.hardware.machine import AttentionRate, HardwareSpec
 from megatrain.simulator.model.op_work import op_work
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.policies import evaluation, lower, peers
@@ -482,7 +482,7 @@ def test_half_of_the_first_layer_s_time_counts_as_matrix_products() -> None:
     table: Any = SimpleNamespace(compute={"forward": times})
     flops = op_work(model, "forward", layer.name, work).linear_flops
     slow: Any = SimpleNamespace(device_bytes_per_s=1.0, matmul_flops=4000 * flops)
-    found = measured_costs.linear_efficiency(table, slow, model, work, (0.337, 970))
+    found = measured_costs.linear_efficiency(table, slow, model, work, AttentionRate.usual())
     assert found == pytest.approx(0.25)
 
 
@@ -533,8 +533,10 @@ def test_the_rate_of_attention_is_that_of_the_two_longest_rows() -> None:
         (length, nanoseconds(length) // 4, nanoseconds(length) - nanoseconds(length) // 4)
         for length in (512, 8192, 32768)
     )
-    efficiency, half = attention_kernel.attention_rate(model, points, 1e12) or (0, 0)
-    assert (efficiency, half) == (pytest.approx(0.25, rel=1e-3), pytest.approx(1000, abs=2))
+    rate = attention_kernel.attention_rate(model, points, 1e12)
+    assert rate
+    assert rate.efficiency == pytest.approx(0.25, rel=1e-3)
+    assert rate.half_tokens == pytest.approx(1000, abs=2)
     assert attention_kernel.attention_rate(model, points[:1], 1e12) is None
 
 

@@ -26,9 +26,10 @@ from megatrain.simulator.hardware.cost_table import FixedCosts
 from megatrain.simulator.hardware.machine import (
     ATTENTION_EFFICIENCY,
     ATTENTION_HALF_TOKENS,
+    AttentionRate,
     HardwareSpec,
 )
-from megatrain.simulator.model.op_work import op_work
+from megatrain.simulator.model.op_work import attention_shape, op_work
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.policies import lower
 from megatrain.simulator.schedule.plan import Plan
@@ -98,6 +99,7 @@ class Calibration:
             "_measure_optimizer": measure_optimizer,
             "_measure_host_optimizer": lambda *given: log.append(f"turn {given[-1]}"),
             "attention_curve": lambda *_: self.points,
+            "attention_curves": lambda *_: {None: self.points, "flash": self.points},
             "measure_rates": lambda *_: self.rates,
             "linear_efficiency": lambda *_: 0.123456,
         }.items():
@@ -252,11 +254,19 @@ def test_attention_has_the_rate_of_its_curve_if_two_rows_were_timed(
     usual = (ATTENTION_EFFICIENCY, ATTENTION_HALF_TOKENS)
     assert (found.attention_efficiency, found.attention_half_tokens) == usual
     assert found.costs.attention == {}
-    monkeypatch.setattr(module, "attention_rate", lambda *_: (0.43, 77))
+    rate = AttentionRate(efficiency=0.43, half_tokens=77)
+    monkeypatch.setattr(module, "attention_rate", lambda *_: rate)
     calibration.points = ((512, 1, 1), (2048, 4, 4))
     found = calibration.run()
     assert (found.attention_efficiency, found.attention_half_tokens) == (0.43, 77)
-    assert list(found.costs.attention.values()) == [calibration.points]
+    assert found.attention == {"flash": rate}
+    assert found.costs.attention == {
+        attention_shape(calibration.plan.model, work): calibration.points
+        for work in (
+            calibration.plan.workload,
+            msgspec.structs.replace(calibration.plan.workload, attention="flash"),
+        )
+    }
 
 
 def test_another_state_format_is_measured_over_large_updates(calibration: Calibration) -> None:

@@ -16,6 +16,7 @@ from megatrain.runtime.calibration.measured_costs import GridPoint
 from megatrain.runtime.calibration.microbenchmarks import MeasuredRates
 from megatrain.runtime.calibration.profile_steps import StepProfile
 from megatrain.simulator.hardware.cost_table import FixedCosts, Workspace
+from megatrain.simulator.hardware.machine import AttentionRate
 from megatrain.simulator.model.op_work import op_work
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
@@ -148,7 +149,7 @@ def efficiency(layer: tuple[ModelSpec, Workload, Any], seconds: float, **changes
     shape = f"{model.decoders[0].signature}/{work.shape}"
     times: Any = SimpleNamespace(compute={"forward": {shape: (0, round(seconds * 1e9))}})
     usual = {"device_bytes_per_s": 1e6, "matmul_flops": 1e9}
-    attention = (0.5, 32)
+    attention = AttentionRate(efficiency=0.5, half_tokens=32)
     return module.linear_efficiency(times, rates(**{**usual, **changes}), model, work, attention)
 
 
