@@ -17,8 +17,8 @@ from megatrain.paper_figures.common.fine_tuning import (
     EXACT,
     FOLDER,
     FineTuning,
+    MeanAndRange,
     SeedRun,
-    Spread,
     fine_tuning,
 )
 from megatrain.paper_figures.common.results import Results
@@ -125,13 +125,12 @@ def draw(results: Results) -> Drawn:
 def _small(job: Job, panels: Any) -> None:
     """Draws the curves of the small model."""
     loss_of_steps, left, right = panels
-    size = _size(job.parameters)
-    style.plain(
-        loss_of_steps, f"{size}: training loss, mean of {MEAN_OF}", "", "loss (nats per byte)"
-    )
-    style.plain(left, f"{size}: held-out loss", "fine-tuning step", "")
-    style.plain(right, f"{size}: held-out accuracy", "fine-tuning step", "share (%)")
-    loss_of_steps.set_xlabel("fine-tuning step")
+    for axes, what, unit in (
+        (loss_of_steps, f"training loss, mean of {MEAN_OF}", "loss (nats per byte)"),
+        (left, "held-out loss", ""),
+        (right, "held-out accuracy", "share (%)"),
+    ):
+        style.plain(axes, f"{_size(job.parameters)}: {what}", "fine-tuning step", unit)
     for name, (line, marker, colour, size_of_marker) in zip(
         (*job.exact, BF16), (*LINES, BF16_LINE), strict=True
     ):
@@ -200,7 +199,7 @@ def _relative(found: FineTuning, axes: Any) -> None:
     width = 0.38
     for number, (rate, (colour, hatch)) in enumerate(zip(found.rates, RATE_LOOKS, strict=True)):
         shares = [
-            Spread(*(100 * part for part in found.relative(rate, value)))
+            MeanAndRange(*(100 * part for part in found.relative(rate, value)))
             for _, _, value in RELATIVE
         ]
         places = [place + (number - 0.5) * width for place in range(len(shares))]
@@ -225,7 +224,7 @@ def _relative(found: FineTuning, axes: Any) -> None:
     axes.legend(loc="upper right", bbox_to_anchor=(1.0, 0.9))
 
 
-def _whiskers(spreads: list[Spread]) -> list[list[float]]:
+def _whiskers(spreads: list[MeanAndRange]) -> list[list[float]]:
     """Returns the distances of the least and of the largest values from the means."""
     return [
         [spread.mean - spread.least for spread in spreads],
@@ -285,7 +284,7 @@ def _large_rows(found: FineTuning) -> list[TableRow]:
     """Returns the means over seeds, with the ranges as notes."""
     job, rows = found.job, []
 
-    def add(item: str, quantity: str, unit: str, value: Spread, note: str = "") -> None:
+    def add(item: str, quantity: str, unit: str, value: MeanAndRange, note: str = "") -> None:
         rows.append(
             TableRow(
                 item=f"{job.model}, {item}",
@@ -353,7 +352,7 @@ def _large_finding(found: FineTuning) -> str:
     return text
 
 
-def _range(share: Spread) -> str:
+def _range(share: MeanAndRange) -> str:
     return f"{share.least:.1%} to {share.most:.1%}"
 
 

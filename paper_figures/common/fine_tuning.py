@@ -76,7 +76,7 @@ class Seed(msgspec.Struct, frozen=True, kw_only=True):
         return next(run for run in self.runs if (run.way, run.rate) == (way, rate))
 
 
-class Spread(NamedTuple):
+class MeanAndRange(NamedTuple):
     """The mean and the range of a value over seeds."""
 
     mean: float
@@ -104,11 +104,11 @@ class FineTuning:
         """The steps at which the held-out text was evaluated, from 0."""
         return [step for step, *_ in self.job.runs[0].evaluations]
 
-    def spread(self, way: str, rate: float, value: Callable[[SeedRun], float]) -> Spread:
+    def spread(self, way: str, rate: float, value: Callable[[SeedRun], float]) -> MeanAndRange:
         """Returns the spread of a value of the runs of a way to train at a learning rate."""
         return _spread(value(seed.run(way, rate)) for seed in self.seeds)
 
-    def held_out(self, way: str, rate: float) -> list[Spread]:
+    def held_out(self, way: str, rate: float) -> list[MeanAndRange]:
         """Returns the spread of the held-out loss at each of `steps`, in nats per byte."""
         count = len(self.steps)
         return [
@@ -116,7 +116,7 @@ class FineTuning:
             for at in range(count)
         ]
 
-    def relative(self, rate: float, value: Callable[[SeedRun], float]) -> Spread:
+    def relative(self, rate: float, value: Callable[[SeedRun], float]) -> MeanAndRange:
         """Returns the spread of a value with bf16 weights alone, divided by the value with exact
         state and the same seed.
         """
@@ -142,26 +142,30 @@ class FineTuning:
 
 def fine_tuning(results: Results) -> FineTuning:
     """Returns the stored seeds. Raises UserError if there is none, if a file is malformed, or if
-    the seeds belong to different jobs.
+    the seeds belong to different jobs or lack a run.
     """
     found = FineTuning(results.seeds(FOLDER, Seed))
-    jobs = {
-        tuple(
-            getattr(seed, name) for name in ("model", "batch", "sequence", "steps_before", "text")
-        )
-        + tuple((run.way, run.rate, len(run.losses)) for run in seed.runs)
-        for seed in found.seeds
-    }
-    if len(jobs) > 1:
+    wanted = {(way, rate) for way in (EXACT, BF16) for rate in found.rates}
+    lacking = [
+        seed.seed for seed in found.seeds if {(run.way, run.rate) for run in seed.runs} != wanted
+    ]
+    jobs = len({_job(seed) for seed in found.seeds})
+    if jobs > 1 or lacking:
         raise UserError(
             str(results.folder / FOLDER),
-            found=f"seeds of {len(jobs)} different jobs",
-            allowed="the same model, text, batch, rates and steps for each seed",
+            found=f"seed {lacking[0]} without a run" if lacking else f"seeds of {jobs} jobs",
+            allowed="the same model, text, batch and steps, and both ways at each rate",
             fix=f"make them with the command that {results.folder / FOLDER / 'README.md'} names",
         )
     return found
 
 
-def _spread(values: Iterable[float]) -> Spread:
+def _job(seed: Seed) -> tuple[object, ...]:
+    """Returns what all seeds of a job have in common."""
+    steps = {tuple(step for step, *_ in run.evaluations) for run in seed.runs}
+    return (seed.model, seed.batch, seed.sequence, seed.steps_before, seed.text, *sorted(steps))
+
+
+def _spread(values: Iterable[float]) -> MeanAndRange:
     found = list(values)
-    return Spread(statistics.fmean(found), min(found), max(found))
+    return MeanAndRange(statistics.fmean(found), min(found), max(found))

@@ -143,12 +143,15 @@ def test_the_figure_has_the_means_and_the_finding_links_the_runs() -> None:
     assert (Path(table3.__file__).parent / table3.PAGE).is_file()
 
 
-def test_seeds_that_are_missing_malformed_or_of_another_job_are_named(tmp_path: Path) -> None:
+def test_seeds_that_are_missing_malformed_incomplete_or_of_another_job_are_named(
+    tmp_path: Path,
+) -> None:
     folder = copied(tmp_path)
     path = folder / "seed-2.json"
-    other = json.loads(path.read_text()) | {"sequence": 256}
+    seed = json.loads(path.read_text())
     for text, found in (
-        (json.dumps(other), "seeds of 2 different jobs"),
+        (json.dumps(seed | {"sequence": 256}), "seeds of 2 jobs"),
+        (json.dumps(seed | {"runs": seed["runs"][:3]}), "seed 2 without a run"),
         ('{"seed": 2}', "seed-2.json"),
         ("{ cut", "seed-2.json"),
     ):
@@ -157,7 +160,7 @@ def test_seeds_that_are_missing_malformed_or_of_another_job_are_named(tmp_path: 
             fine_tuning(Results(tmp_path))
         assert "README.md" in str(caught.value)
         assert "\n" not in str(caught.value)
-    for seed in folder.glob("seed-*.json"):
-        seed.unlink()
+    for each in folder.glob("seed-*.json"):
+        each.unlink()
     with pytest.raises(UserError, match=r"no seed-\*\.json"):
         fine_tuning(Results(tmp_path))
