@@ -190,6 +190,21 @@ class Results:
             hardware.costs.date if hardware.costs else "",
         )
 
+    def seeds(self, name: str, into: type[T]) -> list[T]:
+        """Returns the files `NAME/seed-*.json` of a job that ran with several seeds, converted to
+        type `into`.
+        """
+        fix = f"make it with the command that {self.folder / name / 'README.md'} names"
+        paths = sorted((self.folder / name).glob("seed-*.json"))
+        if not paths:
+            raise UserError(
+                str(self.folder / name),
+                found="no seed-*.json",
+                allowed="one for each seed",
+                fix=fix,
+            )
+        return [_or(fix, convert, _or(fix, read_json, path), into, str(path)) for path in paths]
+
     def benchmark(self, path: str) -> dict[str, Any]:
         """Returns a file that `megatrain.experiments.benchmark --out` wrote."""
         fix = f"make it with the command that {(self.folder / path).parent / 'README.md'} names"
