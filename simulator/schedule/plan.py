@@ -5,6 +5,8 @@ workload, policy, knobs and memory limits, and what was predicted.
 from __future__ import annotations
 
 import functools
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -272,8 +274,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return _placed(self.model, name, getattr(self.knobs.placement, name), fused)
 
     def save(self, path: Path | str) -> None:
-        """Writes the plan as TOML to `path`."""
-        data: dict[str, Any] = msgspec.to_builtins(self)
+        """Writes the plan as TOML to `path`. Files that define its policy or optimizer are written
+        relative to the folder of `path`.
+        """
+        folder = Path(path).parent.resolve()
+        data: dict[str, Any] = msgspec.to_builtins(
+            self._with_files(lambda file: os.path.relpath(Path(file).resolve(), folder))
+        )
         for field, default in (
             ("documents", False),
             ("no_dropout", False),
@@ -303,9 +310,27 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     @classmethod
     def load(cls, path: Path | str) -> Plan:
         """Reads a plan. Raises UserError if the file is missing or malformed, has another format
-        version, or has an unknown key.
+        version, or has an unknown key. Files that define its policy or optimizer are found relative
+        to the folder of `path`. If a file is not there, its path is kept.
         """
-        return read_toml(Path(path), cls)
+        folder = Path(path).parent
+
+        def found(file: str) -> str:
+            there = folder / file
+            return os.path.normpath(there) if there.is_file() else file
+
+        return read_toml(Path(path), cls)._with_files(found)
+
+    def _with_files(self, change: Callable[[str], str]) -> Plan:
+        """Returns the plan with `change` applied to the `.py` files of its policy and optimizer."""
+        policy, optimizer = (
+            change(name) if name.endswith(".py") else name
+            for name in (self.policy, self.workload.optimizer)
+        )
+        if (policy, optimizer) == (self.policy, self.workload.optimizer):
+            return self
+        workload = msgspec.structs.replace(self.workload, optimizer=optimizer)
+        return msgspec.structs.replace(self, policy=policy, workload=workload)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -77,6 +77,35 @@ def test_a_policy_in_a_file_is_searched_like_ours(
     policies.executable(mine.plan if mine.plan.policy == path else ours.plan)
 
 
+def test_a_plan_finds_its_policy_from_any_folder(
+    tmp_path: Path,
+    make_plan: Callable[..., Plan],
+    write: Callable[[str], str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The plan and the file move together. A path from before files were relative is kept."""
+    name = Path(write("class Mine(KBuffer):\n    name = 'mine'\n")).name
+    plans, elsewhere = tmp_path / "plans", tmp_path / "elsewhere"
+    plans.mkdir()
+    elsewhere.mkdir()
+    monkeypatch.chdir(tmp_path)
+    plan = make_plan(policy=name)
+    plan.save(plans / "plan.toml")
+    assert f'policy = "../{name}"' in (plans / "plan.toml").read_text()
+    assert Plan.load("plans/plan.toml") == plan
+    moved = tmp_path / "moved"
+    (moved / "plans").mkdir(parents=True)
+    for file in ("plans/plan.toml", name):
+        Path(file).rename(moved / file)
+    monkeypatch.chdir(elsewhere)
+    forget(POLICIES)
+    loaded = Plan.load("../moved/plans/plan.toml")
+    assert loaded.policy == f"../moved/{name}"
+    assert policies.lower(loaded).ops
+    (moved / name).rename(elsewhere / f"../{name}")
+    assert Plan.load("../moved/plans/plan.toml").policy == f"../{name}"
+
+
 @pytest.mark.usefixtures("installed")
 def test_an_installed_policy_is_among_the_contenders(make_plan: Callable[..., Plan]) -> None:
     assert "installed" in policies.contenders()
