@@ -37,10 +37,10 @@ class Batch(NamedTuple):
         padded = _numbers(self.documents) < 0
         return torch.from_numpy(np.where(padded, IGNORED, _numbers(self.labels)))
 
-    @property
-    def labelled(self) -> int:
-        """The number of positions with a loss."""
-        return int(np.count_nonzero(_numbers(self.trained_labels) != IGNORED))
+
+def count_labelled(labels: torch.Tensor) -> int:
+    """Returns the number of positions in `Batch.trained_labels` that have a loss."""
+    return int(np.count_nonzero(_numbers(labels) != IGNORED))
 
 
 def _numbers(tensor: torch.Tensor) -> np.ndarray:
@@ -91,6 +91,8 @@ def _refuse_shape(tensor: object, shape: tuple[int, int], where: str) -> None:
         found = f"a {type(tensor).__name__}"
     elif tensor.is_meta:
         found = "a tensor on meta"
+    elif tensor.layout != torch.strided:
+        found = "a sparse tensor"
     elif tensor.shape != shape or tensor.dtype != torch.int64:
         found = f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
     else:

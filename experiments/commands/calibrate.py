@@ -61,9 +61,10 @@ def describe(parser: argparse.ArgumentParser) -> None:
         help=(
             "models whose layers are measured: a Hugging Face folder, a config.json, or a name in"
             " the library. The optimizer is measured on the first model only. Without MODEL, a"
-            " default set is measured, and other models are scaled from it by FLOPs and flagged as"
-            " extrapolated. The set is qwen2.5-3b, llama-3.1-8b, qwen2.5-14b at 32x1024, 4x1024,"
-            " 16x1024, 8x4096 (batch x sequence). On a GPU below 64 GiB, or a host below 32 GiB, it"
+            " default set is measured, and other models are predicted from the rates that it"
+            " reaches, and flagged as extrapolated. The set is qwen2.5-3b, llama-3.1-8b,"
+            " qwen2.5-14b at 32x1024, 4x1024, 16x1024, 8x4096 (batch x sequence). On a GPU below 64"
+            " GiB, or a host below 32 GiB, it"
             " is qwen3-0.6b, qwen2.5-1.5b, qwen2.5-3b at a quarter of these batches. On a CPU, it"
             " is Llama layers 256, 512, 768 wide in fp32 at 2x128, 4x128, 1x256. --batch, --seq and"
             " --dtype replace the set's values. With MODEL alone, the values are 32x1024 in bf16,"

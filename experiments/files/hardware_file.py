@@ -87,8 +87,7 @@ _COMMENTS = {
     ),
     "costs.compute": (
         "[amount, ns] by kind of operation and shape. The amount is in FLOPs, or in elements for\n"
-        "an embedding. The time of a shape that was not measured is proportional to it. A shape is"
-        "\n"
+        "an embedding. A shape is\n"
         "FAMILY-HIDDENxMLP-HEADS:KEY_VALUE_HEADSxHEAD_SIZE-vVOCABULARY/BATCHxSEQUENCE-DTYPE.\n"
         "-kept: with saved attention, so that it is not recomputed. -fp8: with fp8 products, and\n"
         "how they are scaled. -compiled: by torch.compile. -documents: with several documents in\n"

@@ -231,8 +231,9 @@ def _families() -> Suite:
 
 
 def _default_set() -> Suite:
-    """Returns the suite that tests the calibration that `megatrain calibrate` makes without a
-    model: plans for its models, and for models of other families, whose layers it does not measure.
+    """Returns the suite that tests the calibration that `megatrain calibrate --plain-packing` makes
+    without a model: plans for its models, and for models of other families, whose layers it does
+    not measure.
     """
     preset = presets.LARGE
     layers = {"qwen2.5-3b": 10, "llama-3.1-8b": 4, "qwen2.5-14b": 4}

@@ -131,13 +131,14 @@ def report(cases: Sequence[UncalibratedCase], uncertainty: float) -> str:
         ]
         for case in cases
     ]
-    errors = [["cases", "count", "median error", "worst", "memory, least", "most"]]
-    for half in ("fitted", "test"):
+    stated = f"within {uncertainty:.0%}"
+    errors = [["cases", "count", "median error", "mean", "worst", stated, "memory, least", "most"]]
+    for half in ("fitted", "test", "all"):
         for execution in ("eager", "compiled"):
             chosen = [
                 case
                 for case in cases
-                if case.fitted == (half == "fitted")
+                if half in ("all", "fitted" if case.fitted else "test")
                 and case.row.plan.workload.compiled == (execution == "compiled")
             ]
             if chosen:
@@ -147,7 +148,9 @@ def report(cases: Sequence[UncalibratedCase], uncertainty: float) -> str:
                         f"{execution}, {half}",
                         str(len(chosen)),
                         f"{statistics.median(absolute):.1%}",
+                        f"{statistics.mean(absolute):.1%}",
                         f"{max(absolute):.1%}",
+                        str(sum(_within(case, uncertainty) for case in chosen)),
                         f"{min(case.memory for case in chosen):+.1%}",
                         f"{max(case.memory for case in chosen):+.1%}",
                     ]
@@ -156,10 +159,14 @@ def report(cases: Sequence[UncalibratedCase], uncertainty: float) -> str:
     for name, group in _groups(cases).items():
         medians = [statistics.median(case.shares[kind] for case in group) for kind in KINDS]
         traffic.append([name, str(len(group)), *(f"{median:.2f}" for median in medians)])
-    inside = sum(abs(1 / (1 + case.step) - 1) <= uncertainty for case in cases)
+    inside = sum(_within(case, uncertainty) for case in cases)
     tables = ["\n".join(align(table)) for table in (rows, errors, traffic)]
-    stated = f"{inside} of {len(cases)} steps are within {uncertainty:.0%} of the prediction"
-    return "\n\n".join([*tables, stated])
+    return "\n\n".join([*tables, f"{inside} of {len(cases)} steps are {stated} of the prediction"])
+
+
+def _within(case: UncalibratedCase, uncertainty: float) -> bool:
+    """Returns whether the measured step is in the range of the prediction that `check` states."""
+    return abs(1 / (1 + case.step) - 1) <= uncertainty
 
 
 def parser() -> options.OneLineParser:

@@ -438,17 +438,17 @@ def calibrate(
         heads = bench.heads(subject, [work for _, work in runs], points)
         progress("attention alone")
         curves = attention_curves(model, workload, device)
+        used = workload.kernel if device.type == "cuda" else None
         attention = {
-            attention_shape(measured.model, workload): attention_curve(
-                measured.model, workload, device
-            )
-            for measured in others
-        } | {
             attention_shape(
                 model, msgspec.structs.replace(workload, attention=kernel, documents=False)
             ): points
             for kernel, points in curves.items()
         }
+        attention[attention_shape(model, workload)] = curves[used]
+        for other in others:
+            shape = attention_shape(other.model, workload)
+            attention[shape] = attention_curve(other.model, workload, device)
         progress("copies and rates")
         rates = measure_rates(
             small, workload, config, device, lane_threads(device), chunks.in_turn()
@@ -473,7 +473,9 @@ def calibrate(
         for kernel, points in curves.items()
         if (rate := attention_rate(model, points, rates.matmul_flops))
     }
-    usual = reached.pop("", AttentionRate.usual())
+    # A model may write out its scores unless a kernel is named. PyTorch's choice has no rate then.
+    measured_usual = reached.pop("", None) or reached.get("flash")
+    usual = measured_usual or AttentionRate.usual()
     described = machine.describe(device)
     h2d, d2h = copy_curve(rates.copies["load_weights"]), copy_curve(rates.copies["save_gradients"])
     library = HardwareSpec.of_gpu(table.measured_on)
@@ -496,13 +498,11 @@ def calibrate(
             **({"fp8": rounded(rates.fp8_flops / 1e12)} if rates.fp8_flops else {}),
         },
         linear_efficiency=rounded(
-            linear_efficiency(
-                table, rates, small, workload, reached.get(workload.kernel or "", usual)
-            )
+            linear_efficiency(table, rates, small, workload, reached.get(used or "", usual))
         ),
         attention_efficiency=usual.efficiency,
         attention_half_tokens=usual.half_tokens,
-        attention=reached,
+        attention=reached if measured_usual else {},
         device_gb_per_s=rounded(rates.device_bytes_per_s / 1e9),
         h2d_gb_per_s=h2d[-1][1],
         d2h_gb_per_s=d2h[-1][1],

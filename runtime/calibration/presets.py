@@ -1,8 +1,8 @@
 """The models and workloads that `megatrain calibrate` measures by default.
 
 The presets have decoder layers of several widths, with a head size of 128 and grouped-query
-attention, as in most models. The layers of another model are predicted from the nearest of these
-layers by FLOPs, and reported as extrapolated.
+attention, as in most models. The layers of another model are predicted from the rates that these
+layers reach, and reported as extrapolated.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from typing import NamedTuple, Self
 import torch
 from transformers import PretrainedConfig
 
-from megatrain.runtime.batch import Batch, refuse_batch
+from megatrain.runtime.batch import Batch, count_labelled, refuse_batch
 from megatrain.runtime.execution.binding import Binder
 from megatrain.runtime.execution.checksum import checksum
 from megatrain.runtime.execution.lanes import (
@@ -478,11 +478,12 @@ class Executor:
                 self.plan.model.vocabulary,
                 f"data: micro-batch {micro}",
             )
-        labelled = sum(batch.labelled for batch in batches)
+        all_labels = [batch.trained_labels for batch in batches]
+        labelled = sum(map(count_labelled, all_labels))
         if self.ranks is not None:
             labelled = self.ranks.total(labelled)
         self._state.scale = 1 / max(labelled, 1)
-        for micro, batch in enumerate(batches):
+        for micro, (batch, labels) in enumerate(zip(batches, all_labels, strict=True)):
             if batch.documents is not None and not work.documents:
                 raise UserError(
                     "data",
@@ -490,7 +491,7 @@ class Executor:
                     allowed="rows of one document, as planned",
                     fix="make the plan without --plain-packing",
                 )
-            rows = [batch.ids, batch.trained_labels]
+            rows = [batch.ids, labels]
             if work.documents:
                 rows.append(
                     torch.zeros_like(batch.ids) if batch.documents is None else batch.documents

@@ -1,7 +1,7 @@
 """Calibrated: a cost model that reads durations from curves measured on the machine.
 
-The duration of a copy or an elementwise op is linear between the two nearest measured sizes. Beyond
-the outermost sizes it continues the outermost segment (`interpolate`).
+The duration of a copy or an elementwise op is linear between the two nearest measured sizes, and
+continues such a line beyond the outermost sizes (`interpolate`).
 
 The duration of a compute op is the first of these that is known:
 
@@ -9,10 +9,9 @@ The duration of a compute op is the first of these that is known:
 2. an interpolation between measured shapes of the same layer (`interpolation.py`)
 3. the duration of the same layer with other tokens, scaled by the tokens. In a decoder layer, the
    time of attention is replaced (`Datasheet.scaled`), because its share depends on the length
-4. the duration that the datasheet's formula gives with the rates of this machine, if no such layer
-   was measured. FLOPs alone are no measure for it: layers of other families took 0.4 to 3 times as
-   long as the nearest measured layer scaled by FLOPs (docs/accuracy.md). The ops of the embedding,
-   which mostly wait for their launch, are scaled from the nearest measured embedding
+4. the duration that the datasheet's formula gives with the rates of this machine. FLOPs are no
+   measure for the layers of other families (docs/accuracy.md). Only the ops of the embedding, which
+   mostly wait for their launch, are scaled from the nearest measured embedding
 
 If a recompute that skips attention was not measured, the time of the attention is subtracted from
 the duration of the full recompute. The time of attention per token is known if both kinds of
@@ -188,6 +187,9 @@ class Calibrated(ContendedCosts):
         if key not in self._known:
             if not isinstance(size, str):
                 self._known[key] = self._on_curve(op, size)
+            elif self._datasheet is not None and self._is_of_other_layers(op):
+                duration = self._datasheet.duration_ns(op) + self._summing_ns(op)
+                self._known[key] = max(duration, 0), True
             elif (plain := without_rebuilding(size)) != size:
                 self._known[key] = self._rebuilding(op, plain)
             elif (other := self._other_products(kind, size)) is not None:
@@ -269,6 +271,17 @@ class Calibrated(ContendedCosts):
         """
         plain = without_short(without_pieces(shape).replace(WHOLE_SUFFIX, ""))
         return self._other_products(kind, plain) or plain
+
+    def _is_of_other_layers(self, op: Op) -> bool:
+        """Checks whether `op` belongs to a decoder layer of which no duration was measured."""
+        assert self._datasheet is not None
+        if op.kind not in LAYER_KINDS:
+            return False
+        name = self._datasheet.model.stack[op.layer].signature
+        return not any(
+            _layer(known) == name or known.startswith(f"{name}-")
+            for known in self.table.compute.get(op.kind, {})
+        )
 
     def _has(self, kind: str, shape: str) -> bool:
         """Checks whether a duration for `shape` can be derived from the measured shapes of

@@ -461,8 +461,8 @@ def measured_row(
     """Returns the forward and backward times in ns of the model's attention kernel on one causal
     row of `workload.sequence` tokens, or None if the kernel was not measured at two lengths.
 
-    The time divided by the sequence length S is linear in S (`interpolation.py`). It is
-    interpolated between the measured lengths, and continues the outermost segment beyond them.
+    The time divided by the sequence length S is linear in S (`interpolation.py`), between the
+    measured lengths and beyond them.
     """
     points = table.attention.get(attention_shape(model, workload), ()) if table else ()
     if len(points) < 2:

@@ -26,33 +26,39 @@ def interpolate(points: tuple[tuple[int, int], ...], size: int) -> tuple[int, bo
 
     The points are in ascending order of size. Between two points the duration is linear. Beyond an
     outermost point it continues the line from that point to the nearest one whose size differs by
-    at least a quarter. Nearer points are not used, because the slope of a short line has a large
-    error. Without such a point, the duration is proportional to the size. It is at least 0. A curve
-    of one point is a constant if the point's size is 0.
+    at least a quarter. The slope of a shorter line has a large error. Without such a point, the
+    line to the farthest point is used, between the duration of the outermost point and one that is
+    proportional to the size. The result is at least 0. A curve of one point is proportional, or a
+    constant if the point's size is 0.
 
     >>> interpolate(((100, 20), (200, 30)), 150), interpolate(((100, 20), (200, 30)), 400)
     ((25, False), (50, True))
     >>> interpolate(((100, 20), (200, 30), (201, 33)), 402)
     (59, True)
     """
-    (least, shortest), (most, longest) = points[0], points[-1]
+    (least, _), (most, longest) = points[0], points[-1]
     if least <= size <= most:
         right = bisect.bisect_left(points, (size, -1))
         if points[right][0] == size:
             return points[right][1], False
-        (x0, y0), (x1, y1) = points[right - 1], points[right]
-        beyond = False
-    else:
-        if size < least:
-            x0, y0 = least, shortest
-            x1, y1 = next((point for point in points if 4 * point[0] >= 5 * x0), (0, 0))
-        else:
-            x0, y0 = most, longest
-            x1, y1 = next((point for point in reversed(points) if 4 * point[0] <= 3 * x0), (0, 0))
-        if not x0:
-            return y0, False
-        beyond = True
-    return max(y0 - (y1 - y0) * (size - x0) // (x0 - x1), 0), beyond
+        return _line_at(points[right - 1], points[right], size), False
+    if not most:
+        return longest, False
+    end, *others = points if size < least else points[::-1]
+    x, y = end
+    if far := next((other for other in others if 4 * abs(other[0] - x) >= x), None):
+        return max(_line_at(end, far, size), 0), True
+    proportional = -(-y * size // x)
+    if not others:
+        return proportional, True
+    low, high = sorted((y, proportional))
+    return min(max(_line_at(end, others[-1], size), low), high), True
+
+
+def _line_at(one: tuple[int, int], other: tuple[int, int], size: int) -> int:
+    """Returns the duration in ns at `size` on the line through two points, rounded up."""
+    (x0, y0), (x1, y1) = one, other
+    return y0 - (y1 - y0) * (size - x0) // (x0 - x1)
 
 
 class Point(NamedTuple):

@@ -54,7 +54,7 @@ def with_attention_kernel(
     """Returns `workload` with the attention kernel that the planner chooses.
 
     The workload is not changed if it names a kernel, if all policies are only for prediction, or if
-    the machine has no costs for it.
+    the machine's costs of the kernels cannot be compared.
 
     Args:
         model: the model.
@@ -73,7 +73,7 @@ def with_attention_kernel(
     times = {
         kernel: _layers_ns(model, hardware, workload, kernel)
         for kernel in choosable(model, workload, deterministic=deterministic)
-        if model.has_sinks or _comparable(model, hardware, kernel)
+        if model.has_sinks or _comparable(model, hardware, workload, kernel)
     }
     if not times:
         return workload
@@ -85,22 +85,37 @@ def with_attention_kernel(
     return msgspec.structs.replace(workload, attention=fastest)
 
 
-def _comparable(model: ModelSpec, hardware: HardwareSpec, kernel: Kernel) -> bool:
-    """Returns whether the costs of a kernel and of PyTorch's choice have the same source."""
-    layer = model.decoders[0].signature
+def _comparable(
+    model: ModelSpec, hardware: HardwareSpec, workload: Workload, kernel: Kernel
+) -> bool:
+    """Returns whether the costs of a kernel and of PyTorch's choice have the same source: layers
+    that were measured with both, or rates.
+    """
+    layer, (_, *how) = model.decoders[0].signature, _plain(workload)
     shapes = hardware.costs.compute.get("forward", {}) if hardware.costs else {}
-    names = [shape.rpartition("/")[2].split("-") for shape in shapes if shape.startswith(layer)]
-    measured = {next((name for name in KERNELS if name in parts), None) for parts in names}
+    measured = set[Kernel | None]()
+    for shape in shapes:
+        name, _, size = shape.partition("/")
+        parts = size.split("-")[1:]
+        used = next((known for known in KERNELS if known in parts), None)
+        if name == layer and [part for part in parts if part != used] == how:
+            measured.add(used)
     return {None, kernel} <= measured if measured else kernel in hardware.attention
+
+
+def _plain(workload: Workload) -> list[str]:
+    """Returns the parts of the workload's shape if it names no kernel."""
+    return msgspec.structs.replace(workload, attention=None).shape.split("-")
 
 
 def kernel_gain(model: ModelSpec, hardware: HardwareSpec, workload: Workload) -> float:
     """Returns how much faster the layers compute with the kernel of `workload` than with PyTorch's
-    choice: 0.1 is 10 % faster. 0 if the machine does not have the costs of both.
+    choice: 0.1 is 10 % faster. 0 on a calibrated machine if only one of both was measured.
     """
-    usual, named = (
-        _layers_ns(model, hardware, workload, kernel) for kernel in (None, workload.attention)
-    )
+    kernel = workload.attention
+    if kernel and hardware.costs and not _comparable(model, hardware, workload, kernel):
+        return 0.0
+    usual, named = (_layers_ns(model, hardware, workload, each) for each in (None, kernel))
     return _gain(usual, named)
 
 
@@ -113,7 +128,8 @@ def _layers_ns(
     model: ModelSpec, hardware: HardwareSpec, workload: Workload, kernel: Kernel | None
 ) -> float:
     """Returns the time in ns of forward, recompute and backward of all decoder layers with an
-    attention kernel. Returns infinity if the machine has no costs for the layers or the head.
+    attention kernel. Returns infinity if the machine has neither measurements of the layers and the
+    head nor a peak rate for the workload's dtype.
     """
     work = msgspec.structs.replace(
         workload,

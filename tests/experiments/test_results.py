@@ -146,15 +146,18 @@ def test_a_stored_validation_is_predicted_no_worse_than_when_it_was_stored(folde
 
 
 def test_most_measured_steps_lie_in_their_range() -> None:
-    """All validations together, because one of them has only five steps, of which three do."""
+    """In each validation with at least 20 steps, and in all together. One has only five steps, of
+    which three do.
+    """
     found = [
         within_range(
             read_rows(folder / "rows.jsonl"), HardwareSpec.load(str(folder / "hardware.toml"))
         )
         for folder in PROOFS
     ]
-    within, steps = (sum(counts) for counts in zip(*found, strict=True))
-    assert within >= 0.85 * steps > 80
+    found.append((sum(within for within, _ in found), sum(steps for _, steps in found)))
+    assert all(within >= 0.85 * steps for within, steps in found if steps >= 20)
+    assert found[-1][1] > 80
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)

@@ -26,6 +26,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("ids", GOOD.int(), r"ids: found \[2, 16\] int32"),
     ("ids", GOOD.tolist(), r"ids: found a list"),
     ("ids", GOOD.to("meta"), r"ids: found a tensor on meta"),
+    ("ids", GOOD.to_sparse(), r"ids: found a sparse tensor"),
     ("ids", GOOD + 225, r"ids: found ids from 225 to 256; allowed: 0 to 255"),
     ("ids", GOOD - 1, r"ids: found ids from -1 to 30; allowed: 0 to 255"),
     ("labels", GOOD[:1], r"labels: found \[1, 16\] int64"),

@@ -8,19 +8,22 @@ import shlex
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from megatrain.simulator.base.units import exact_size
 
 if TYPE_CHECKING:
+    from megatrain.simulator.model.workload import Workload
     from megatrain.simulator.verdict.verdict import Verdict
 
 
 def next_commands(args: argparse.Namespace, verdict: Verdict) -> list[tuple[list[str], str]]:
     """Returns the words of each command, and a phrase on what it does.
 
-    For a model that fits, the commands train it and write its plan, also for several GPUs if
-    the verdict is about them. Otherwise, the command lists
-    the models that fit with the same options except the micro-batch. Training needs weights, so a
-    model that is not a folder is called MODEL.
+    For a model that fits, the commands train it and write its plan. Otherwise, one lists the models
+    that fit with the same options except the micro-batch. If the model fits on the several GPUs of
+    `--gpus`, one writes the plan for them. Training needs weights, so a model that is not a folder
+    is called MODEL.
 
     Args:
         args: the options as they were given, with `--state any` not yet replaced.
@@ -33,55 +36,53 @@ def next_commands(args: argparse.Namespace, verdict: Verdict) -> list[tuple[list
         for word in (f"--{name}-memory", exact_size(size))
     ]
     hardware = ["--hardware", args.hardware] if args.hardware else []
-    kept = _kept(args, verdict)
+    machine = [*(hardware or ["--hardware", "hardware.toml"]), *limits]
+    work = verdict.workload
+    kept = _kept(args, verdict, work)
     policy = [] if args.policy == "best" else ["--policy", args.policy]
+    several = _for_several(args, verdict, machine)
     if not verdict.feasible:
-        others = _options({"cores": (args.cores, None), "seq": (verdict.workload.sequence, 1024)})
+        others = _options({"cores": (args.cores, None), "seq": (work.sequence, 1024)})
         words = ["check", *hardware, *limits, *others, *policy, *kept]
-        return [(_quoted(*words), "lists the models that fit")]
+        return [*several, (_quoted(*words), "lists the models that fit")]
     if verdict.prediction_only:
-        return []
+        return several
     measured = [*hardware, *limits] if verdict.calibrated else []
     model = args.model if os.path.isdir(args.model) else "MODEL"
-    named = hardware or ["--hardware", "hardware.toml"]
-    commands = [
+    planned = [*machine, *policy, *_size(verdict, work), *kept, "--out", "plan.toml"]
+    return [
         (
             _quoted("train", model, "--data", "DATA", *measured, *policy, *kept, "--out", "RUN"),
             "on that machine: measures it if needed, plans and trains",
         ),
         (
-            _quoted(
-                "plan",
-                args.model,
-                *named,
-                *limits,
-                *policy,
-                *_size(verdict, verdict.workload.loss_chunk if verdict.chunk_chosen else None),
-                *kept,
-                "--out",
-                "plan.toml",
-            ),
+            _quoted("plan", args.model, *planned),
             "only writes the plan of this verdict, for `megatrain train`",
         ),
+        *several,
     ]
+
+
+def _for_several(
+    args: argparse.Namespace, verdict: Verdict, machine: list[str]
+) -> list[tuple[list[str], str]]:
+    """Returns the command that writes the plan for the GPUs of `--gpus`, or nothing if they cannot
+    share the step or if the model does not fit on them.
+    """
     shared = verdict.multi_gpu
-    if shared and shared.feasible and shared.workload:
-        gpus = _options(
-            {
-                "gpus": (shared.gpus, None),
-                "hosts": (shared.hosts, 1),
-                "network": (None if args.network is None else f"{args.network:g}", None),
-            }
-        )
-        chunk = shared.workload.loss_chunk if verdict.chunk_chosen else None
-        words = [*named, *limits, *policy, *gpus, *_size(verdict, chunk), *kept]
-        commands.append(
-            (
-                _quoted("plan", args.model, *words, "--out", "several.toml"),
-                f"writes the plan for {shared.gpus} GPUs",
-            )
-        )
-    return commands
+    if not shared or not shared.feasible or not shared.workload:
+        return []
+    gpus = {
+        "gpus": (shared.gpus, None),
+        "hosts": (shared.hosts, 1),
+        "network": (None if args.network is None else f"{args.network:g}", None),
+    }
+    work = msgspec.structs.replace(
+        shared.workload, accumulation=shared.workload.accumulation // shared.gpus
+    )
+    kept = _kept(args, verdict, work, fits=True)
+    words = [*machine, *_options(gpus), *_size(verdict, work), *kept, "--out", "several.toml"]
+    return [(_quoted("plan", args.model, *words), f"writes the plan for {shared.gpus} GPUs")]
 
 
 def _quoted(*words: str) -> list[str]:
@@ -101,35 +102,37 @@ def _options(values: Mapping[str, tuple[object, object]]) -> list[str]:
     ]
 
 
-def _size(verdict: Verdict, loss_chunk: int | None) -> list[str]:
-    """Returns the options for batch, sequence and accumulation, and for `loss_chunk` if it is not
-    None. They are not for `train`, which chooses them from the data.
+def _size(verdict: Verdict, work: Workload) -> list[str]:
+    """Returns the options for batch, sequence and accumulation of `work`, and for the loss chunk if
+    it was chosen for them. They are not for `train`, which chooses them from the data.
     """
-    work = verdict.workload
     return _options(
         {
             "batch": (work.batch, None),
             "seq": (work.sequence, None),
             "accumulation": (work.accumulation, 1),
-            "loss-chunk": (loss_chunk, None),
+            "loss-chunk": (work.loss_chunk if verdict.chunk_chosen else None, None),
         }
     )
 
 
-def _kept(args: argparse.Namespace, verdict: Verdict) -> list[str]:
-    """Returns the other options of the workload that differ from the defaults.
+def _kept(
+    args: argparse.Namespace, verdict: Verdict, work: Workload, *, fits: bool | None = None
+) -> list[str]:
+    """Returns the other options of `work` that differ from the defaults. `fits` says whether the
+    model fits with this workload, which is the verdict by default.
 
     `train` needs them, too. Without them it would plan another workload, which may not fit.
     """
-    work = verdict.workload
+    fits = verdict.feasible if fits is None else fits
     values: dict[str, tuple[object, object]] = {
         "dtype": ("fp8" if work.fp8 else work.dtype, "bf16"),
         "fp8-scaling": (work.fp8 or "rowwise", "rowwise"),
         "clipping": (work.clipping, "global"),
         "optimizer": (work.optimizer, "adamw"),
-        "state": (args.state if not verdict.feasible else work.state, "exact"),
+        "state": (work.state if fits else args.state, "exact"),
         "gradients": (work.gradients, "exact"),
-        "attention": (work.attention if verdict.feasible else args.attention, None),
+        "attention": (work.attention if fits else args.attention, None),
         "loss-chunk": (None if verdict.chunk_chosen else work.loss_chunk, None),
         "token-piece": (work.token_piece, None),
         "head-groups": (work.head_groups, None),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from megatrain.simulator.schedule.plan import Plan
 
 MODEL = ("config.json", "--hardware", "h200", "--batch", "8", "--seq", "1024")
 MEASURED = Path(__file__).parents[3] / "experiments/results/h200-qwen2.5-7b-whole/hardware.toml"
+SMALL_MACHINE = ("--host-memory", "100MiB", "--device-memory", "5500MiB")
+"""One GPU has no room for exact state, and four GPUs have."""
 HOSTS = ("--gpus", "4", "--hosts", "2", "--network", "0.5")
 
 pytestmark = pytest.mark.usefixtures("short_config")
@@ -52,13 +55,27 @@ def test_a_plan_has_its_hosts_and_network(capsys: pytest.CaptureFixture[str]) ->
     assert ", 4 GPUs of 2 hosts, schedule" in out(capsys, "simulate", "plan.toml")
 
 
-@pytest.mark.parametrize("several", [HOSTS, ("--gpus", "2")], ids=["hosts", "one host"])
+@pytest.mark.parametrize(
+    "several",
+    [
+        HOSTS,
+        ("--gpus", "2"),
+        ("--gpus", "2", "--policy", "k_buffer"),
+        ("--gpus", "4", *SMALL_MACHINE),
+        ("--gpus", "4", "--state", "any", *SMALL_MACHINE),
+    ],
+    ids=["hosts", "one host", "another policy", "too large for one GPU", "another state"],
+)
 def test_check_says_how_to_write_the_plan_for_several_gpus(
     several: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    verdict = checked(capsys, *MODEL, *several)["multi_gpu"]
-    printed = words(out(capsys, "check", *MODEL, *several)).replace("\\ ", "")
-    command = re.search(rf"megatrain (plan [^#]+) # writes the plan for {several[1]} GPUs", printed)
+    cli.main(["check", *MODEL, *several, "--json"])
+    verdict = json.loads(capsys.readouterr().out)["multi_gpu"]
+    cli.main(["check", *MODEL, *several])
+    printed = words(capsys.readouterr().out).replace("\\ ", "")
+    command = re.search(
+        rf"megatrain (plan config.json [^#]+) # writes the plan for {several[1]} GPUs", printed
+    )
     assert command
     out(capsys, *command[1].split())
     plan = Plan.load(Path("several.toml"))

@@ -412,3 +412,31 @@ def test_sums_of_gradients_are_wide_only_in_bf16(
 
 def test_only_a_gpus_memory_is_registered() -> None:
     assert not module._Bench(CPU, (1, 2), lambda _: None).memory._registered
+
+
+def test_rows_with_documents_have_the_attention_curve_of_this_device(
+    calibration: Calibration,
+) -> None:
+    """A CPU has one kernel. Its curve is found for the workload that was calibrated."""
+    calibration.points = ((512, 1, 1), (2048, 4, 4))
+    work = msgspec.structs.replace(calibration.plan.workload, documents=True)
+    found = calibration.run(workload=work)
+    assert found.costs.attention[attention_shape(calibration.plan.model, work)]
+
+
+def test_a_rate_of_one_kernel_is_not_stored_without_that_of_the_usual_one(
+    calibration: Calibration, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the planner would compare a measured kernel with an assumed one."""
+    points = ((512, 1, 1), (2048, 4, 4))
+    rate = AttentionRate(efficiency=0.43, half_tokens=77)
+    monkeypatch.setattr(module, "attention_rate", lambda _, rows, __: rate if rows else None)
+    curves: dict[str | None, Any] = {None: (), "flash": (), "cudnn": points}
+    monkeypatch.setattr(module, "attention_curves", lambda *_: curves)
+    found = calibration.run()
+    assert found.attention == {}
+    assert found.attention_efficiency == ATTENTION_EFFICIENCY
+    curves["flash"] = points
+    found = calibration.run()
+    assert found.attention == {"flash": rate, "cudnn": rate}
+    assert found.attention_efficiency == rate.efficiency

@@ -81,6 +81,12 @@ def test_a_steep_curve_never_goes_below_zero() -> None:
     assert interpolate(((1000, 10), (2000, 1000)), 100) == (0, True)
 
 
+def test_two_near_points_with_a_fixed_part_are_a_line() -> None:
+    """As the bytes of two similar batches."""
+    nearly = ((8192, 1_000_008_192), (9216, 1_000_009_216))
+    assert interpolate(nearly, 512) == (1_000_000_512, True)
+
+
 def test_two_points_of_nearly_one_size_do_not_give_the_slope_beyond_them() -> None:
     """Layers of two models may have nearly as many parameters. The noise of their times, divided by
     the difference of their sizes, is no slope.
@@ -568,14 +574,21 @@ def test_a_shape_that_was_not_measured_is_refused_with_a_fix(op: Op) -> None:
     assert op.kind in str(error.value)
 
 
+@pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("name", ["olmoe-1b-7b", "gemma-2-9b"])
+@pytest.mark.parametrize("name", ["mistral-7b", "gemma-2-9b"])
 def test_a_layer_that_was_not_measured_takes_the_time_of_the_datasheet(
-    name: str, compiled: bool
+    name: str, compiled: bool, fp8: bool
 ) -> None:
-    """The calibration measured other dense layers, without torch.compile."""
+    """The calibration measured other dense layers, without torch.compile, in bf16."""
     hardware = HardwareSpec.load(str(CALIBRATION))
-    model, work = ModelSpec.load(name), Workload(batch=4, sequence=1024, compiled=compiled)
+    if fp8:
+        peaks = {**hardware.peak_tflops, "fp8": 1200.0}
+        hardware = msgspec.structs.replace(hardware, peak_tflops=peaks)
+    model = ModelSpec.load(name)
+    work = Workload(
+        batch=4, sequence=1024, compiled=compiled, fp8="rowwise" if fp8 else None, documents=fp8
+    )
     plan = Plan(
         policy="double_buffer",
         hardware="",

@@ -234,9 +234,24 @@ def test_a_calibrated_machine_needs_measurements_of_both_kernels(
     model, work = ModelSpec.load("qwen2.5-3b"), Workload(batch=12, sequence=2048)
     assert with_attention_kernel(model, calibrated(factor), work).attention == expected
     named = changed(work, attention="cudnn")
-    if factor:
-        gain = kernel_gain(model, calibrated(factor), named)
-        assert gain == pytest.approx(1 / factor - 1, abs=1e-4)
+    gain = kernel_gain(model, calibrated(factor), named)
+    assert gain == pytest.approx(1 / factor - 1 if factor else 0, abs=1e-4)
+
+
+def test_layers_that_were_measured_in_another_way_are_not_compared() -> None:
+    """Eager layers with PyTorch's choice say nothing about compiled layers with cuDNN."""
+    model, work = ModelSpec.load("qwen2.5-3b"), Workload(batch=12, sequence=2048, compiled=True)
+    hardware = calibrated(None)
+    assert hardware.costs
+    compute = {
+        kind: times
+        | {f"{shape}-compiled-cudnn": (amount, 1) for shape, (amount, _) in times.items()}
+        for kind, times in hardware.costs.compute.items()
+    }
+    costs = msgspec.structs.replace(hardware.costs, compute=compute)
+    mixed = msgspec.structs.replace(hardware, costs=costs)
+    assert with_attention_kernel(model, mixed, work) == work
+    assert with_attention_kernel(model, mixed, changed(work, compiled=False)).attention is None
 
 
 def test_a_measured_kernel_is_not_compared_with_a_rate() -> None:
