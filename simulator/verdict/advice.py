@@ -477,10 +477,10 @@ class Adviser:
             for size in group_sizes(plan)
         ]
         # Single micro-batches leave the most memory for saved activations.
-        yield searches[0].least_ns() / 1e9
+        yield (searches[0].least_ns() + costs.step_overhead_ns) / 1e9
         likely = [found[0] for search in searches if (found := search.likely())]
         if likely:
-            yield min(likely) / 1e9
+            yield (min(likely) + costs.step_overhead_ns) / 1e9
 
     def _gained(
         self,

@@ -16,7 +16,7 @@ from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.batch_splits import best_split
 from megatrain.simulator.planner.capacity import usable
-from megatrain.simulator.planner.loss_chunk import _step_ns, least_chunks, with_loss_chunk
+from megatrain.simulator.planner.loss_chunk import _ChunkSearch, least_chunks, with_loss_chunk
 from megatrain.simulator.planner.placement_search import PlacementSearch
 from megatrain.simulator.planner.search import candidates, plans_of
 from megatrain.simulator.schedule.plan import Plan
@@ -117,14 +117,14 @@ def test_a_chunk_is_timed_with_single_micro_batches_and_with_the_largest_groups(
 ) -> None:
     """Several GPUs sum the gradients of a group before they exchange the sum."""
     plan, timed = make_plan("overlapped", gpus=gpus, accumulation=4 * gpus), list[Plan]()
-    costs = cost_model(H200, plan.model, plan.workload, gpus)
 
-    def first_ns(search: PlacementSearch, _: float) -> float:
+    def first(search: PlacementSearch, _: float) -> Plan:
         timed.append(search.plan)
-        return 1.0
+        return search.plan
 
-    monkeypatch.setattr(PlacementSearch, "first_ns", first_ns)
-    assert _step_ns(plan, costs, math.inf) == 1.0
+    monkeypatch.setattr(PlacementSearch, "first", first)
+    monkeypatch.setattr(PlacementSearch, "time", lambda *_: 1.0)
+    assert _ChunkSearch([plan], H200, set())._time(64) == 1.0
     groups = [(each.knobs.micro_batch_group, each.workload.sum_group) for each in timed]
     assert groups == [(1, 1), (4, 1 if gpus == 1 else 4)]
 
@@ -221,7 +221,7 @@ def test_no_times_are_compared_if_nothing_fits(monkeypatch: pytest.MonkeyPatch) 
     def compare(*_: object) -> float:
         raise AssertionError("plans are compared")
 
-    monkeypatch.setattr(PlacementSearch, "first_ns", compare)
+    monkeypatch.setattr(PlacementSearch, "first", compare)
     model, hardware = ModelSpec.load("qwen2.5-0.5b"), HardwareSpec.load("rtx4090")
     work = Workload(batch=1, sequence=256)
     limits = {"device_limit": 2**28, "host_limit": 2**28}
