@@ -15,6 +15,7 @@ other changes, because training with them is not exact AdamW.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import Protocol
@@ -217,7 +218,7 @@ class Adviser:
             "host_limit": self.plan.host_limit_bytes,
         }
 
-    @property
+    @functools.cached_property
     def _total(self) -> int:
         """Bytes, on device and host together, of the plan that comes nearest to fitting."""
         return _total(min((footprint.account() for footprint in self.footprints), key=_excess))
