@@ -305,7 +305,7 @@ class Builder:
 
         Args:
             stages: The stages. Each of them but the first touches a slot that the stage before it
-                touches.
+                touches. Only one of them touches a buffer that is neither a slot nor parted.
             chunks: As in `in_chunks`.
             parted: The buffers in the stages of which each op touches only the part that belongs to
                 its chunk.

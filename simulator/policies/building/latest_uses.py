@@ -206,7 +206,8 @@ class LatestUses:
         A stage has a lane and what its ops read and write. These are parts of the buffers `parted`
         (part i in round i), keys of `slots` (each round takes the next slot of the key, and the
         first slot follows the last), and whole buffers. Each stage but the first touches a slot
-        that the stage before it touches.
+        that the stage before it touches, so the ops of a round need not wait for each other's
+        parts. A whole buffer is touched by one stage only.
 
         Returns what `append` returns for each op. Returns None and adds nothing if the parts of a
         buffer are touched one by one, too.
