@@ -8,10 +8,8 @@ powers of two from 1,024 to 16,384 and the whole micro-batch:
    next smaller one as long as that is faster. Few chunks have to be tried, because the step time
    first falls and then rises as the chunk grows.
 2. The time of a chunk is the step time of the plan from which the search of placements would
-   continue (`PlacementSearch.first`). It depends on both the time of the head and its memory.
-   A neighbour of a chunk whose plan is known only times plans that may be faster than that
-   (`PlacementSearch.faster_first`). For policies that do not place state, the time of a chunk is
-   the step time that their search finds.
+   continue (`PlacementSearch.first_ns`). It depends on both the time of the head and its memory.
+   For policies that do not place state, it is the step time that their search finds.
 3. If no plan fits with any of these chunks, take the largest of 512, 256 and 128 tokens with which
    a plan fits.
 
@@ -58,8 +56,6 @@ _USUAL = (1024, 2048, 4096, 8192, 16384)
 _SMALLER = (512, 256, 128)
 """Chunks that are tried only if no plan fits with the usual ones, the largest first."""
 _WHOLE = 2**31  # the most tokens of a loss chunk
-_First = tuple[PlacementSearch, Plan]
-"""A search with a loss chunk, and a plan that it found (`PlacementSearch.first`)."""
 _DERIVED = 1.01  # a chunk that was not measured must be faster by this factor
 
 
@@ -141,8 +137,6 @@ class _ChunkSearch:
         self._plans, self._fastest = plans, placing[:1] or plans
         self._hardware, self._measured = hardware, measured
         self._times: dict[int, float] = {}
-        self._firsts: dict[tuple[int, int], _First] = {}
-        """(chunk, size of micro-batch groups) -> the plan by which the chunk was timed."""
 
     def best(self) -> int:
         """Returns the chosen chunk, or the chunk of the workload if no plan fits with any."""
@@ -158,7 +152,7 @@ class _ChunkSearch:
                 limit = self._time(chunks[index])
                 if not self._measured:
                     limit *= _TIE if step < 0 else 1 / _TIE
-                if self._time(chunks[index + step], limit, chunks[index]) >= limit:
+                if self._time(chunks[index + step], limit) >= limit:
                     break
                 index += step
         if self._time(chunks[index]) < math.inf:
@@ -168,40 +162,17 @@ class _ChunkSearch:
         fast = (chunk for chunk in _SMALLER if self._time(chunk) < math.inf)
         return next(itertools.chain(fast, filter(self._fits, (*chunks, *_SMALLER))))
 
-    def _time(self, chunk: int, limit: float = math.inf, like: int | None = None) -> float:
+    def _time(self, chunk: int, limit: float = math.inf) -> float:
         """Returns a step time in ns to compare chunks by. Returns infinity if no plan was found to
         fit, or if no plan comes near `limit`. Results are cached.
-
-        If the chunk `like` was timed, only plans that may take less than `limit` are timed.
         """
         if chunk not in self._times:
             derived = _DERIVED if self._measured and chunk not in self._measured else 1.0
-            times = [self._step_ns(plan, chunk, limit / derived, like) for plan in self._fastest]
+            times = [
+                _step_ns(*self._with_costs(plan, chunk), limit / derived) for plan in self._fastest
+            ]
             self._times[chunk] = derived * min(times)
         return self._times[chunk]
-
-    def _step_ns(self, plan: Plan, chunk: int, limit: float, like: int | None) -> float:
-        """Returns a step time in ns of the policy of `plan` with a loss chunk. The other arguments
-        and the result are those of `_time`.
-        """
-        plan, costs = self._with_costs(plan, chunk)
-        if not policy_library.find(plan.policy).places_state:
-            choice = SlotSearch(plan, costs).best()
-            return choice.step_seconds * 1e9 if choice.feasible else math.inf
-        sizes, best = group_sizes(plan), math.inf
-        for size in dict.fromkeys((sizes[0], sizes[-1])):
-            grouped = (
-                with_knobs(plan, micro_batch_group=size)
-                if plan.gpus == 1
-                else in_groups(plan, size)
-            )
-            search, limit = PlacementSearch(grouped, costs), min(limit, best)
-            known = self._firsts.get((like, size)) if like else None
-            first = search.faster_first(limit, *known) if known else search.first(limit)
-            if first:
-                self._firsts[chunk, size] = search, first
-                best = min(best, search.time(first))
-        return best
 
     def _may_fit(self, chunk: int) -> bool:
         """Returns whether the search of placements finds a plan with this chunk, or False if the
@@ -232,3 +203,20 @@ class _ChunkSearch:
         work = msgspec.structs.replace(plan.workload, loss_chunk=chunk)
         plan = msgspec.structs.replace(plan, workload=work)
         return plan, costs_of(plan, self._hardware)
+
+
+def _step_ns(plan: Plan, costs: CostModel, limit: float) -> float:
+    """Returns a step time of the policy of `plan` in ns. Returns infinity if no plan was found to
+    fit, or if no plan comes near `limit`.
+    """
+    if not policy_library.find(plan.policy).places_state:
+        choice = SlotSearch(plan, costs).best()
+        return choice.step_seconds * 1e9 if choice.feasible else math.inf
+    sizes, best = group_sizes(plan), math.inf
+    for size in dict.fromkeys((sizes[0], sizes[-1])):
+        grouped = (
+            with_knobs(plan, micro_batch_group=size) if plan.gpus == 1 else in_groups(plan, size)
+        )
+        search = PlacementSearch(grouped, costs)
+        best = min(best, search.first_ns(min(limit, best)))
+    return best

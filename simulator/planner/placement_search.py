@@ -199,26 +199,13 @@ class PlacementSearch(Polishing):
         bounds = [self.lower_bound.step_ns(plan) for plan in fitting]
         return min(zip(bounds, fitting, strict=True), key=lambda entry: entry[0], default=None)
 
-    def first(self, limit_ns: float = math.inf) -> Plan | None:
-        """Returns the fastest plan that `best` would refine. Returns None if no plan fits, or if
-        `best` would skip all plans because of `limit_ns`.
+    def first_ns(self, limit_ns: float = math.inf) -> float:
+        """Returns the step time, in ns, of the fastest plan that `best` would refine. Returns
+        infinity if no plan fits, or if `best` would skip all plans because of `limit_ns`.
         """
-        ranked = self._ranked(self._usual(), _MOST_REFINED * limit_ns)
-        return min(ranked, key=self.time, default=None)
-
-    def faster_first(self, limit_ns: float, other: PlacementSearch, first: Plan) -> Plan | None:
-        """Returns a plan like `first` of this search, if its step takes less than `limit_ns`.
-
-        Returns None if there seems to be none. `first` is the result of `other.first()`, a search
-        for a workload with another loss chunk. Plans are expected to wait about as long as it, and
-        to gain about as much by copies of the usual size.
-        """
-        coarse = with_knobs(first, chunk_bytes=other.coarse)
-        limit = other.time(coarse) * limit_ns / other.time(first)
-        ranked = self._ranked(self._usual(), limit, other.waiting_ns(coarse))
-        return min(
-            (plan for plan in ranked if self.time(plan) < limit_ns), key=self.time, default=None
-        )
+        fitting = self._usual()
+        ranked = self._ranked(fitting, _MOST_REFINED * limit_ns)
+        return min(map(self.time, ranked), default=math.inf)
 
     def _fitting(self, knobs: dict[str, int]) -> list[Plan]:
         """Returns the candidates that have `knobs` and fit."""

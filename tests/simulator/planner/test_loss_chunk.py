@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 
@@ -9,17 +10,15 @@ import msgspec
 import pytest
 
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.costs import CostModel, cost_model
+from megatrain.simulator.costs import cost_model
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
-from megatrain.simulator.planner import ranking
 from megatrain.simulator.planner.batch_splits import best_split
 from megatrain.simulator.planner.capacity import usable
-from megatrain.simulator.planner.loss_chunk import _ChunkSearch, least_chunks, with_loss_chunk
+from megatrain.simulator.planner.loss_chunk import _step_ns, least_chunks, with_loss_chunk
 from megatrain.simulator.planner.placement_search import PlacementSearch
 from megatrain.simulator.planner.search import candidates, plans_of
-from megatrain.simulator.schedule import Schedule
 from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.verdict.verdict import explain, judge
 
@@ -118,44 +117,16 @@ def test_a_chunk_is_timed_with_single_micro_batches_and_with_the_largest_groups(
 ) -> None:
     """Several GPUs sum the gradients of a group before they exchange the sum."""
     plan, timed = make_plan("overlapped", gpus=gpus, accumulation=4 * gpus), list[Plan]()
+    costs = cost_model(H200, plan.model, plan.workload, gpus)
 
-    def first(search: PlacementSearch, _: float) -> Plan:
+    def first_ns(search: PlacementSearch, _: float) -> float:
         timed.append(search.plan)
-        return search.plan
+        return 1.0
 
-    monkeypatch.setattr(PlacementSearch, "first", first)
-    monkeypatch.setattr(PlacementSearch, "time", lambda *_: 1.0)
-    assert _ChunkSearch([plan], H200, set())._time(64) == 1.0
+    monkeypatch.setattr(PlacementSearch, "first_ns", first_ns)
+    assert _step_ns(plan, costs, math.inf) == 1.0
     groups = [(each.knobs.micro_batch_group, each.workload.sum_group) for each in timed]
     assert groups == [(1, 1), (4, 1 if gpus == 1 else 4)]
-
-
-@pytest.mark.parametrize(("known", "other", "faster"), [(2048, 4096, True), (4096, 8192, False)])
-def test_a_neighbour_of_a_known_chunk_is_compared_by_fewer_plans(
-    monkeypatch: pytest.MonkeyPatch, known: int, other: int, faster: bool
-) -> None:
-    """Only plans that may be faster are timed. The fastest of all decides in the same way."""
-    model, searches = ModelSpec.load("qwen2.5-7b"), list[PlacementSearch]()
-    for chunk in (known, other):
-        work = Workload(batch=32, sequence=1024, loss_chunk=chunk)
-        (plan,) = plans_of(model, H200, work, policies=["overlapped"])
-        searches.append(PlacementSearch(plan, cost_model(H200, model, work)))
-    first = searches[0].first()
-    assert first
-    limit, timed = searches[0].time(first), list[Plan]()
-    original = ranking.schedule_to_time
-
-    def schedule_to_time(plan: Plan, costs: CostModel) -> Schedule:
-        timed.append(plan)
-        return original(plan, costs)
-
-    monkeypatch.setattr(ranking, "schedule_to_time", schedule_to_time)
-    found = searches[1].faster_first(limit, searches[0], first)
-    few, best = len(timed), searches[1].first()
-    assert best
-    assert (found is not None) == (searches[1].time(best) < limit) == faster
-    assert found is None or searches[1].time(found) == searches[1].time(best)
-    assert few < len(timed)
 
 
 CALIBRATED = "experiments/results/h200-heldout/hardware.toml"
@@ -250,7 +221,7 @@ def test_no_times_are_compared_if_nothing_fits(monkeypatch: pytest.MonkeyPatch) 
     def compare(*_: object) -> float:
         raise AssertionError("plans are compared")
 
-    monkeypatch.setattr(PlacementSearch, "first", compare)
+    monkeypatch.setattr(PlacementSearch, "first_ns", compare)
     model, hardware = ModelSpec.load("qwen2.5-0.5b"), HardwareSpec.load("rtx4090")
     work = Workload(batch=1, sequence=256)
     limits = {"device_limit": 2**28, "host_limit": 2**28}
