@@ -6,8 +6,6 @@ import os
 import platform
 from pathlib import Path
 
-import psutil
-
 from megatrain.simulator.base.errors import UserError
 
 _SYSTEM_BYTES = 2**31
@@ -29,6 +27,8 @@ def host_bytes() -> int:
     The result is too low on a virtual machine that gets its memory only when it uses it. Pass
     `--host-memory` there.
     """
+    import psutil  # takes 20 ms, and commands about other machines do not need it
+
     total = psutil.virtual_memory().total
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
@@ -52,6 +52,8 @@ def free_host_bytes() -> int:
     """Returns the host memory in bytes that is free now or that the system can free, at most
     `host_bytes()`.
     """
+    import psutil
+
     return min(psutil.virtual_memory().available, host_bytes())
 
 

@@ -82,16 +82,17 @@ class Choice(Estimate, frozen=True, kw_only=True):
     """Kinds of ops whose cost is extrapolated beyond the measured sizes."""
 
 
-def assess(plan: Plan, costs: CostModel) -> Choice:
+def assess(plan: Plan, costs: CostModel, seconds: float | None = None) -> Choice:
     """Returns the predicted memory, time and bounds of `plan`.
 
-    The plan is not changed, except that its digest and prediction are filled in. Raises UserError
-    if the policy cannot lower the plan.
+    The plan is not changed, except that its digest and prediction are filled in. `seconds` is the
+    plan's `step_seconds` if they are known, so that it is not simulated. Raises UserError if the
+    policy cannot lower the plan.
     """
     schedule = policy_library.lower(plan)
     memory = plan_account(plan, schedule, costs)
     limits = bounds(schedule, costs)
-    seconds = step_seconds(schedule, costs)
+    seconds = step_seconds(schedule, costs) if seconds is None else seconds
     prediction = Prediction(
         step_seconds=seconds,
         lower_bound_seconds=limits.lower_bound_ns / 1e9,

@@ -93,15 +93,21 @@ class MemoryFootprint:
     def fits(self, workload: Workload, host_limit: int | None = None) -> bool:
         """Returns whether `account` fits, in less time.
 
-        The arguments are those of `account`. State that moves to the device frees no bytes there
-        except those of slots. So if all bytes without the slots exceed both limits together, no
-        move is tried.
+        The arguments are those of `account`.
         """
         plan, memory = self._unmoved(workload, host_limit)
-        lacking = memory.device_peak_bytes + memory.host_peak_bytes - self._slots
-        if lacking > memory.device_limit_bytes + memory.host_limit_bytes:
+        if self._exceeds_both(memory):
             return False
         return memory.fits or self._moved(plan, memory)[1].fits
+
+    def _exceeds_both(self, memory: Account) -> bool:
+        """Returns whether all bytes of `memory` without the slots exceed both limits together.
+
+        If so, no move makes the plan fit. State that moves to the device frees no bytes there
+        except those of slots.
+        """
+        lacking = memory.device_peak_bytes + memory.host_peak_bytes - self._slots
+        return lacking > memory.device_limit_bytes + memory.host_limit_bytes
 
     def _unmoved(self, workload: Workload | None, host_limit: int | None) -> tuple[Plan, Account]:
         """Returns the plan with another workload and limit, and its memory with all movable state
@@ -136,7 +142,7 @@ class MemoryFootprint:
         excess = account.host_peak_bytes - account.host_limit_bytes
         first_order, second_order = self._orders
         first = self._with_moved(_enough(first_order, excess), plan, account)
-        if first[1].fits or not first[0]:
+        if first[1].fits or not first[0] or self._exceeds_both(account):
             return first
         for moved in (
             _enough(second_order, excess),

@@ -177,7 +177,8 @@ def _best(plan: Plan, costs: CostModel) -> Choice:
     best = best_placed(plan, costs)
     if best is None:
         return assess(PlacementSearch(plan, costs).nearest_miss(), costs)
-    return msgspec.structs.replace(assess(best.plan, costs), runner_up=best.runner_up)
+    choice = assess(best.plan, costs, best.step_seconds)
+    return msgspec.structs.replace(choice, runner_up=best.runner_up)
 
 
 def best_placed(plan: Plan, costs: CostModel, most_ns: float = math.inf) -> Estimate | None:

@@ -72,7 +72,7 @@ def shared_step(plan: Plan, hardware: HardwareSpec, gpus: int, hosts: int = 1) -
     else:
         footprint = least_fitting(first, hardware)
         chosen = footprint.placed() if footprint else searches[0].nearest_miss()
-    choice = assess(chosen, costs_of(chosen, hardware))
+    choice = assess(chosen, costs_of(chosen, hardware), best.step_seconds if best else None)
     return msgspec.structs.replace(choice, runner_up=best.runner_up if best else None)
 
 

@@ -15,6 +15,7 @@ other changes, because training with them is not exact AdamW.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import Protocol
@@ -217,7 +218,7 @@ class Adviser:
             "host_limit": self.plan.host_limit_bytes,
         }
 
-    @property
+    @functools.cached_property
     def _total(self) -> int:
         """Bytes, on device and host together, of the plan that comes nearest to fitting."""
         return _total(min((footprint.account() for footprint in self.footprints), key=_excess))
@@ -477,10 +478,10 @@ class Adviser:
             for size in group_sizes(plan)
         ]
         # Single micro-batches leave the most memory for saved activations.
-        yield searches[0].least_ns() / 1e9
+        yield (searches[0].least_ns() + costs.step_overhead_ns) / 1e9
         likely = [found[0] for search in searches if (found := search.likely())]
         if likely:
-            yield min(likely) / 1e9
+            yield (min(likely) + costs.step_overhead_ns) / 1e9
 
     def _gained(
         self,

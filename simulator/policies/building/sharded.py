@@ -341,5 +341,4 @@ class ShardedStore(ChunkedStore):
         chunks: Sequence[Chunk] = (
             self._chunks(layer) if streamed else [(None, 0, self.parts[layer])]
         )
-        for chunk in chunks:
-            update.apply(chunk, update.load(chunk))
+        update.apply_all(chunks)
