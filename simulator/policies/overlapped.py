@@ -524,10 +524,7 @@ class _OverlappedStore(ChunkedStore):
             self._chunks(layer) if streamed else [(None, 0, self.stack[layer].elements)]
         )
         update = DeviceUpdate(self, layer, gradient, copy_to, source, streamed)
-        if measured or self.clipping.kind == "none":
-            update.apply_all(chunks)
-            return
-        if self.clipping.kind == "update" and "moments" in streamed:
+        if not measured and self.clipping.kind == "update" and "moments" in streamed:
             rows, held = self.clipping.rows(layer), []
             for chunk in chunks:
                 held.append(update.load(chunk))
@@ -538,7 +535,7 @@ class _OverlappedStore(ChunkedStore):
             return
         for chunk in chunks:
             slots = update.load(chunk)
-            if not chunk[0]:  # once, with the first chunk
+            if not measured and not chunk[0]:  # once, with the first chunk
                 self.clipping.measure(layer, gradient, self.home.get(("moments", layer), ""))
             update.apply(chunk, slots)
 

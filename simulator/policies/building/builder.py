@@ -6,8 +6,8 @@ The schedule has the fewest dependencies that keep the meaning of the program.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypedDict, Unpack, get_args
+from collections.abc import Collection, Sequence
+from typing import Any, Literal, TypedDict, Unpack, get_args
 
 import msgspec
 
@@ -68,21 +68,6 @@ class Traits(TypedDict, total=False):
     sharded: bool
     matrix_products: bool
     knob: str
-
-
-class Stage(NamedTuple):
-    """One op for each chunk of a layer, as an argument of `Builder.in_stages`."""
-
-    id: OpId
-    """The id of the ops, without the number of the chunk."""
-    lane: str
-    """The lane that runs them."""
-    reads: Sequence[str]
-    """What they read, in the order of their kind: ids of buffers, or pools of slots."""
-    writes: Sequence[str]
-    """What they write."""
-    sizes: Mapping[str, float]
-    """Field of `Op` with a size -> its units per parameter."""
 
 
 class Builder:
@@ -292,40 +277,6 @@ class Builder:
                 offset=int(width * first),
                 **{size: int(width * count)},
             )
-
-    def in_stages(
-        self,
-        stages: Sequence[Stage],
-        chunks: Sequence[tuple[int | None, int, int]],
-        parted: Collection[str],
-        pools: Sequence[str],
-    ) -> None:
-        """Appends one op of each stage for each chunk of a layer. All ops of a chunk come before
-        those of the next chunk.
-
-        Args:
-            stages: The stages. Each of them but the first touches a slot that the stage before it
-                touches. Only one of them touches a buffer that is neither a slot nor parted.
-            chunks: As in `in_chunks`.
-            parted: The buffers in the stages of which each op touches only the part that belongs to
-                its chunk.
-            pools: The pools of slots in the stages. Each chunk has a slot of each of them, which it
-                acquires and releases.
-        """
-        for number, first, count in chunks:
-            slots = {pool: self.acquire(pool) for pool in pools}
-            names = slots | {name: f"{name}#{number}" for name in parted}
-            for id, lane, reads, writes, sizes in stages:
-                self.op(
-                    msgspec.structs.replace(id, chunk=number),
-                    lane,
-                    [names.get(name, name) for name in reads],
-                    [names.get(name, name) for name in writes],
-                    offset=first,
-                    **{field: int(width * count) for field, width in sizes.items()},
-                )
-            for slot in slots.values():
-                self.release(slot)
 
     def build(self) -> Schedule:
         """Returns the schedule of all ops so far."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatrain.simulator.policies.building.builder import Stage
 from megatrain.simulator.policies.building.chunked_store import ChunkedStore
 from megatrain.simulator.policies.building.clipping import Chunk
 from megatrain.simulator.policies.building.training_step import update_flops
@@ -12,9 +11,6 @@ from megatrain.simulator.schedule import OpId
 from megatrain.simulator.schedule.arithmetic import STATE, UPDATED, StateClass
 from megatrain.simulator.schedule.buffer import WIDTH
 from megatrain.simulator.schedule.update_layout import update_layout
-
-_FEW_CHUNKS = 2
-"""So few chunks are emitted faster one by one."""
 
 
 class DeviceUpdate:
@@ -58,48 +54,6 @@ class DeviceUpdate:
         self.factor = store.clipping.factor(layer)
         self.old = [source] if source and "weights" in streamed else []
         self.also_written = [*([copy_to] if copy_to else []), *store.workspace[layer]]
-
-    def apply_all(self, chunks: Sequence[Chunk]) -> None:
-        """Emits what `load` and `apply` emit for each chunk, one chunk after the other."""
-        if len(chunks) > _FEW_CHUNKS and self.layout is None:
-            self._in_stages(chunks)
-            return
-        for chunk in chunks:
-            self.apply(chunk, self.load(chunk))
-
-    def _in_stages(self, chunks: Sequence[Chunk]) -> None:
-        """Emits what `apply_all` emits, in less time for many chunks."""
-        place = {name: self.pools.get(name, home) for name, home in self.home.items()}
-        gradient = self.pools.get("gradients", self.gradient)
-        stages = [
-            Stage(
-                OpId("update", self.layer),
-                "update",
-                [gradient, self.factor, *self.old],
-                [*[place[name] for name in self.classes], *self.also_written],
-                {"parameters": 1},
-            )
-        ]
-        homes = {name: self.home[name] for name in self.streamed}
-        if self.loaded:
-            load = Stage(
-                OpId("load_state", self.layer),
-                "h2d",
-                [homes[name] for name in self.loaded],
-                [self.pools[name] for name in self.loaded],
-                {"parameters": 1, "bytes": self.load_bytes},
-            )
-            stages.insert(0, load)
-        if self.saved:
-            save = Stage(
-                OpId("save_state", self.layer),
-                "d2h",
-                [self.pools[name] for name in self.saved],
-                [homes[name] for name in self.saved],
-                {"parameters": 1, "bytes": self.save_bytes},
-            )
-            stages.append(save)
-        self.builder.in_stages(stages, chunks, homes.values(), list(self.pools.values()))
 
     def load(self, chunk: Chunk) -> dict[StateClass, str]:
         """Emits the copy of the chunk's streamed data, and returns its slots by class of data.

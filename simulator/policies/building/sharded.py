@@ -341,4 +341,5 @@ class ShardedStore(ChunkedStore):
         chunks: Sequence[Chunk] = (
             self._chunks(layer) if streamed else [(None, 0, self.parts[layer])]
         )
-        update.apply_all(chunks)
+        for chunk in chunks:
+            update.apply(chunk, update.load(chunk))

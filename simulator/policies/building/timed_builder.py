@@ -7,7 +7,6 @@ from typing import Any, Literal, Unpack
 
 from megatrain.simulator.policies.building.builder import (
     Builder,
-    Stage,
     Traits,
     checked_dtype,
     unknown_lane,
@@ -118,35 +117,6 @@ class TimedBuilder(Builder):
             known = chunks, [of_count[count] for _, _, count in chunks]
             self._chunk_sizes[key] = known
         self._which += known[1]
-
-    def in_stages(
-        self,
-        stages: Sequence[Stage],
-        chunks: Sequence[tuple[int | None, int, int]],
-        parted: Collection[str],
-        pools: Sequence[str],
-    ) -> None:
-        slots = {pool: self._free.get(pool, ()) for pool in pools}
-        after = None
-        if not self._serial and all(slots.values()):
-            operands = [(_LANES[stage.lane], stage.reads, stage.writes) for stage in stages]
-            after = self._uses.append_stages(operands, parted, slots, len(chunks))
-        if after is None:
-            super().in_stages(stages, chunks, parted, pools)
-            return
-        self._after += after
-        for pool in pools:
-            self._free[pool].rotate(-len(chunks))  # each chunk has acquired and released one slot
-        of_count = {
-            count: [
-                self._size(id, lane, reads, writes, {key: int(size * count) for key, size in each})
-                for id, lane, reads, writes, sizes in stages
-                for each in (sizes.items(),)
-            ]
-            for count in dict.fromkeys(count for _, _, count in chunks)
-        }
-        for _, _, count in chunks:
-            self._which += of_count[count]
 
     def _size(
         self,
