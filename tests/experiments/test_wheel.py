@@ -26,7 +26,7 @@ FOLDERS = {
     "experiments": "megatrain/experiments",
     "paper_figures": "megatrain/paper_figures",
 }
-_MOST_BYTES = 1_800_000
+_MOST_BYTES = 1_900_000
 
 
 class Installed(NamedTuple):
@@ -74,7 +74,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
 
 
 def test_the_wheel_has_only_the_files_that_are_needed(installed: Installed) -> None:
-    """The wheel has all code and the stored results that it reads, in at most 1.7 MB.
+    """The wheel has all code and the stored results that it reads, in at most 1.9 MB.
 
     It has no pictures, pages, traces or plans of benchmarks.
     """
@@ -92,7 +92,7 @@ def test_the_wheel_has_only_the_files_that_are_needed(installed: Installed) -> N
         f"megatrain/experiments/results/{path.relative_to(results).as_posix()}"
         for path in results.rglob("*")
         if path.suffix in (".json", ".csv", ".toml") or path.name == "rows.jsonl"
-        if path.name not in ("trace.json", "plans.json", "speed.json", "quality.json")
+        if path.name not in ("trace.json", "plans.json", "speed.json", "quality.json", "host.csv")
         if not path.name.endswith(".plan.toml")
     }
     assert {name for name in names if "/results/" in name} == read

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from calibrated_models import calibrated_model
 from counted_memory import counted, counted_embedding, counted_head
 from decoder_layers import different_layers
 from family_sample import others_nightly
@@ -130,13 +131,8 @@ def test_measured_peaks_are_at_most_those_predicted_and_100_mib(stored: Path) ->
     """
     table = HardwareSpec.load(str(stored)).costs
     assert table is not None
-    names = ("qwen2.5-3b", "qwen2.5-7b", "qwen2.5-14b", "llama-3.2-3b", "qwen3-4b")
     for shape, (tokens, saved) in table.activations.items():
-        (model,) = (
-            ModelSpec.load(name)
-            for name in names
-            if shape.startswith(ModelSpec.load(name).shape + "/")
-        )
+        model = calibrated_model(shape)
         work = Workload(batch=1, sequence=tokens, loss_chunk=table.loss_chunk or 1024)
         measured, predicted = table.workspace[shape], workspace_estimate(model, work)
         libraries = 102 * 2**20 + saved // 200 + 2**21
