@@ -539,6 +539,22 @@ def measured_without_gpu(hardware: HardwareSpec) -> bool:
     return hardware.costs is not None and hardware.costs.measured_on.endswith(endings)
 
 
+def machine_notes(hardware: HardwareSpec, model: ModelSpec) -> list[str]:
+    """Returns what a reader of a verdict on `model` should know of the machine's measurements."""
+    from megatrain.runtime.host import WITHOUT_GPU
+
+    found = [WITHOUT_GPU] if measured_without_gpu(hardware) else []
+    if hardware.costs is not None:
+        names = {layer.signature for layer in model.decoders}
+        measured = {shape.partition("/")[0] for shape in hardware.costs.compute.get("forward", {})}
+        if names.isdisjoint(measured):
+            found.append(
+                "no layer of this model was measured on this machine; their times follow from the"
+                " machine's rates. `megatrain calibrate MODEL` measures them"
+            )
+    return found
+
+
 def refuse_missing_gpu(args: argparse.Namespace) -> None:
     """Raises UserError for `--device cuda` on a machine that has no GPU, without importing torch.
 

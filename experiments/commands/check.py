@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
             layout.terminal_width(),
             why=args.why,
             commands=next_commands(asked, verdict),
-            without_gpu=options.measured_without_gpu(hardware),
+            about_machine=options.machine_notes(hardware, model),
         )
     )
     return 0 if verdict.feasible else DoesNotFit.status

@@ -106,8 +106,8 @@ def run(args: argparse.Namespace) -> int:
             keep_documents=args.documents is True,
         )
     width = layout.terminal_width()
-    without_gpu = options.measured_without_gpu(hardware)
-    report = verdict_text.text(verdict, width, why=args.why, without_gpu=without_gpu)
+    about_machine = options.machine_notes(hardware, best.plan.model)
+    report = verdict_text.text(verdict, width, why=args.why, about_machine=about_machine)
     if len(choices) > 1:
         report += "\n\nThe best plan of each policy:\n" + policy_table.table(verdicts, width)
     if not best.feasible:

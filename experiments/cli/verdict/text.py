@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from megatrain.experiments.cli.verdict import layout
 from megatrain.experiments.cli.verdict.layout import labelled
 from megatrain.experiments.cli.verdict.reasons import rates_source, reasons
-from megatrain.runtime.host import WITHOUT_GPU
 from megatrain.simulator.base.units import counted, format_bytes, parse_bytes
 from megatrain.simulator.model.attention_kernel import is_deterministic
 from megatrain.simulator.model.optimizer import ADAMW
@@ -53,7 +52,7 @@ def text(
     *,
     why: bool = False,
     commands: Sequence[tuple[list[str], str]] = (),
-    without_gpu: bool = False,
+    about_machine: Sequence[str] = (),
 ) -> str:
     """Returns the report on one plan, wrapped at `width` columns.
 
@@ -62,7 +61,7 @@ def text(
         width: The maximum number of columns, which only a longer word exceeds.
         why: Whether to add the reasons: placement, knobs, runner-up and bounds.
         commands: The suggested commands: the words of each, and a phrase on what it does.
-        without_gpu: Whether the machine was measured without a GPU.
+        about_machine: Notes on the machine's measurements.
     """
     lines = [*heading(verdict, width), ""]
     if verdict.feasible:
@@ -72,8 +71,8 @@ def text(
         lines += labelled("Step", shares(verdict), width)
     if verdict.feasible and verdict.network:
         lines += _network(verdict.network, verdict.step_seconds, width)
-    facts = [WITHOUT_GPU, *notes(verdict)] if without_gpu else notes(verdict)
-    lines += [line for note in facts for line in labelled("Note", note, width)]
+    for note in (*about_machine, *notes(verdict)):
+        lines += labelled("Note", note, width)
     more = labelled("Room", room(verdict), width) + _advice(verdict, width)
     lines += ["", *more] if more else []
     if verdict.multi_gpu and (verdict.feasible or verdict.multi_gpu.feasible):

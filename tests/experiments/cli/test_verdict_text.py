@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import doctest
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from megatrain.experiments.cli import options
 from megatrain.experiments.cli.verdict import layout, policy_table, reasons
 from megatrain.experiments.cli.verdict import text as verdict_text
+from megatrain.runtime.host import WITHOUT_GPU
+from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.schedule.plan import Knobs, Placement
 from megatrain.simulator.verdict.marginal_memory import MarginalMemory
 from megatrain.simulator.verdict.multi_gpu import MultiGpu
 from megatrain.simulator.verdict.suggestion import Suggestion
 from megatrain.simulator.verdict.verdict import RunnerUp, TrainingEstimate, Verdict
+
+CALIBRATION = Path(__file__).parents[2] / "shared" / "calibrations" / "default-set.toml"
 
 GIB = 2**30
 COMMANDS = [
@@ -428,7 +435,7 @@ def test_a_verdict_on_unknown_memory_names_its_condition() -> None:
 
 def test_a_machine_without_a_gpu_says_what_its_vram_is() -> None:
     sentence = "Note without a GPU, a part of the RAM stands in for GPU memory "
-    assert sentence in flat(verdict_text.text(FITS, without_gpu=True))
+    assert sentence in flat(verdict_text.text(FITS, about_machine=[WITHOUT_GPU]))
     assert sentence not in flat(verdict_text.text(FITS))
 
 
@@ -473,3 +480,11 @@ def test_rebuilt_outputs_are_described_in_words(streams: bool) -> None:
     assert ": outputs of norms and gates rebuilt, with" in gains_rebuilt
     assert ": outputs of norms and gates saved, with" in gains_saved
     assert "rebuild_outputs" not in "".join([saving, rebuilt, gains_rebuilt, gains_saved])
+
+
+def test_a_model_whose_layers_were_not_measured_is_noted() -> None:
+    measured = HardwareSpec.load(str(CALIBRATION))
+    (note,) = options.machine_notes(measured, ModelSpec.load("mistral-7b"))
+    assert note.startswith("no layer of this model was measured on this machine; ")
+    assert options.machine_notes(measured, ModelSpec.load("llama-3.1-8b")) == []
+    assert options.machine_notes(HardwareSpec.load("h200"), ModelSpec.load("mistral-7b")) == []
