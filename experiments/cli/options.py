@@ -540,7 +540,9 @@ def measured_without_gpu(hardware: HardwareSpec) -> bool:
 
 
 def machine_notes(hardware: HardwareSpec, model: ModelSpec) -> list[str]:
-    """Returns what a reader of a verdict on `model` should know of the machine's measurements."""
+    """Returns notes for a verdict on `model`: that a part of the RAM stands in for GPU memory, and
+    that the machine was calibrated without the layers of this model, if these are true.
+    """
     from megatrain.runtime.host import WITHOUT_GPU
 
     found = [WITHOUT_GPU] if measured_without_gpu(hardware) else []
@@ -549,8 +551,8 @@ def machine_notes(hardware: HardwareSpec, model: ModelSpec) -> list[str]:
         measured = {shape.partition("/")[0] for shape in hardware.costs.compute.get("forward", {})}
         if names.isdisjoint(measured):
             found.append(
-                "no layer of this model was measured on this machine; their times follow from the"
-                " machine's rates. `megatrain calibrate MODEL` measures them"
+                "the layers of this model were not measured on this machine; their times follow"
+                " from the machine's rates. `megatrain calibrate MODEL` measures them"
             )
     return found
 

@@ -293,7 +293,7 @@ def test_another_model_is_predicted_from_the_default_set_and_flagged(command: An
     )
     assert outcome.status == 0, outcome.err
     assert "some operations were not measured in this size" in flat(outcome.out)
-    assert "Note no layer of this model was measured on this machine; " in flat(outcome.out)
+    assert "Note the layers of this model were not measured on this machine; " in flat(outcome.out)
     flagged = flat(outcome.out).partition("Costs measured ")[2]
     assert "outside the measured range: " in flagged
     assert all(

@@ -485,6 +485,6 @@ def test_rebuilt_outputs_are_described_in_words(streams: bool) -> None:
 def test_a_model_whose_layers_were_not_measured_is_noted() -> None:
     measured = HardwareSpec.load(str(CALIBRATION))
     (note,) = options.machine_notes(measured, ModelSpec.load("mistral-7b"))
-    assert note.startswith("no layer of this model was measured on this machine; ")
+    assert note.startswith("the layers of this model were not measured on this machine; ")
     assert options.machine_notes(measured, ModelSpec.load("llama-3.1-8b")) == []
     assert options.machine_notes(HardwareSpec.load("h200"), ModelSpec.load("mistral-7b")) == []
