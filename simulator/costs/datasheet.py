@@ -4,7 +4,7 @@
   a unified machine, 0.
 * Compute ops, with sequences of S tokens:
 
-      linear FLOPs / (peak x linear efficiency) x `products_slowdown`
+      linear FLOPs / (peak x linear efficiency) x `products_slowdown`, if rates are not calibrated
       (those in fp8 divided by the machine's `fp8_speed`)
       + attention FLOPs / (peak x attention efficiency x S / (S + half tokens))
       + traffic share x moved bytes / device rate
@@ -207,7 +207,7 @@ class Datasheet(EstimatedCosts):
         self._attention = attention
         self._flops_per_ns = flops_per_ns
         self._row = measured_row(hardware.costs, model, workload)
-        self._computed: dict[tuple[str, str, bool, bool, bool], int] = {}
+        self._computed: dict[tuple[str, str, bool, bool], int] = {}
         self._curves = {
             lane: tuple((size, round(size / rate)) for size, rate in curve)
             for lane, curve in (("h2d", hardware.h2d_curve), ("d2h", hardware.d2h_curve))
@@ -254,34 +254,33 @@ class Datasheet(EstimatedCosts):
         )
         return full, self._op_ns(op) / self._op_ns(full)
 
-    def _op_ns(self, op: Op, *, slowed: bool = True) -> int:
-        """Returns the time of a compute op in ns. `slowed` is as in `_compute_ns`."""
+    def _op_ns(self, op: Op) -> int:
+        """Returns the time of a compute op in ns."""
         kept, rebuilt = has_saved_attention(op.shape), is_rebuilding(op.shape)
-        return self._compute_ns(_work_of(op), op.layer, kept=kept, rebuilt=rebuilt, slowed=slowed)
+        return self._compute_ns(_work_of(op), op.layer, kept=kept, rebuilt=rebuilt)
 
     def _compute_ns(
-        self,
-        kind: str,
-        layer: str,
-        *,
-        kept: bool = False,
-        rebuilt: bool = False,
-        slowed: bool = True,
+        self, kind: str, layer: str, *, kept: bool = False, rebuilt: bool = False
     ) -> int:
-        """Returns the time of a compute op in ns. `kept` and `rebuilt` are those of `op_work`.
-        `slowed` says whether `products_slowdown` counts.
-        """
-        key = (kind, layer, kept, rebuilt, slowed)
+        """Returns the time of a compute op in ns. `kept` and `rebuilt` are those of `op_work`."""
+        key = (kind, layer, kept, rebuilt)
         if key not in self._computed:
             work = op_work(self.model, kind, layer, self.workload, kept=kept, rebuilt=rebuilt)
             self._computed[key] = math.ceil(
-                self.products_of_layers_ns(work)
-                * (products_slowdown(self.model, self.workload, kind, layer) if slowed else 1)
+                self.products_of_layers_ns(work) * self._products_slowdown(kind, layer)
                 + (0 if kept else self.attention_ns(kind, layer))
                 + self._moved_bytes(work, kind, layer) / self.hardware.device_gb_per_s
                 + (self._summing_ns() if kind == "embed_backward" else 0)
             )
         return self._computed[key]
+
+    def _products_slowdown(self, kind: str, layer: str) -> float:
+        """Returns the time of a compute op's matrix products relative to `linear_efficiency`. It is
+        1 if the machine was calibrated, because a calibration times layers without pauses.
+        """
+        if self.hardware.costs is not None:
+            return 1.0
+        return products_slowdown(self.model, self.workload, kind, layer)
 
     def _summing_ns(self) -> float:
         """Returns the time of summing the gradients of the embedding's tables, in ns, in addition
@@ -351,13 +350,8 @@ class Datasheet(EstimatedCosts):
     def share(self, op: Op, other: Op, sheet: Datasheet) -> float:
         """Returns the time of a decoder layer's `op` divided by the time of `other`, the same op
         with the workload of `sheet`, which has the same number of tokens.
-
-        If only one of both is compiled, or in fp8, `products_slowdown` is left out. It is known for
-        compiled layers in bf16, and a measured layer of another kind includes its own.
         """
-        one, two = self.workload, sheet.workload
-        slowed = (one.compiled, one.fp8) == (two.compiled, two.fp8)
-        return self._op_ns(op, slowed=slowed) / sheet._op_ns(other, slowed=slowed)
+        return self._op_ns(op) / sheet._op_ns(other)
 
     def with_flops(self, op: Op) -> Op:
         """Returns a decoder layer's `op` with the FLOPs that its shape has in this workload."""

@@ -31,7 +31,8 @@ ones in models with experts. Two shares are not these medians:
   (experiments/results/h200-sustained-compute).
 
 Compiled layers of a whole model compute without pauses, at the power limit of the GPU. There,
-backward passes take longer (`products_slowdown`).
+backward passes take longer than `linear_efficiency` of the library says (`products_slowdown`). A
+calibration measures its `linear_efficiency` without pauses.
 """
 
 from __future__ import annotations
@@ -94,8 +95,8 @@ def traffic_share(model: ModelSpec, workload: Workload, kind: str, layer: str) -
 
 
 def products_slowdown(model: ModelSpec, workload: Workload, kind: str, layer: str) -> float:
-    """Returns the time of a compute op's matrix products relative to the machine's
-    `linear_efficiency`.
+    """Returns the time of a compute op's matrix products relative to the `linear_efficiency` of a
+    machine whose products were measured with pauses, such as those of the library.
 
     The arguments are those of `traffic_share`.
     """

@@ -96,7 +96,7 @@ WORSE = {
     "h200-x2-qwen2.5-7b-peers/fsdp2": 0.003,
     "measured/table4-no-chunked-loss": 0.003,
     "h200-gpt-oss-20b/whole": 0.032,
-    "h200-long-context/m14": 0.013,
+    "h200-long-context/m14": 0.025,
     "h200-x2-small-memory/m14f8": 0.003,
     "h200-x2-small-memory/m16": 0.02,
 }
@@ -116,7 +116,8 @@ WORSE = {
   too slow before, because their hosts have 32 cores and the library's H200 16.
 * The calibrations of the last three measured 7B, and these plans are of 14B. A layer that was not
   measured now takes the time of the datasheet's formula instead of the FLOPs of another layer. For
-  83 steps of 21 families, this reduces the mean error to less than a third (docs/accuracy.md).
+  83 steps of 21 families, this reduces the mean error to less than a third (docs/accuracy.md). The
+  calibration of `m14` timed compute with pauses, so it is 5 % too fast.
 * The traffic of experts no longer includes waits for updates. The shares of gpt-oss-20b are now
   those of its own layers with written-out scores, and its whole step has an error of +3.2 %.
 """
@@ -136,6 +137,24 @@ def test_a_stored_benchmark_is_predicted_no_worse_than_when_it_was_stored(path: 
     then = abs(read_json(path)["plan"]["prediction"]["step_seconds"] / measured - 1)
     allowed = WORSE.get(f"{path.parent.name}/{path.stem}", 0.001)
     assert abs(today / measured - 1) <= then + allowed
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(f"h200-batches/{name}" for name in ("b1", "b4", "b16", "b96")),
+        *(f"h200-contexts/{name}" for name in ("c8", "c32", "c128", "m14")),
+    ],
+)
+def test_a_calibration_of_eager_layers_predicts_whole_compiled_models(name: str) -> None:
+    """The calibration of another H200 measured three models with eager layers, none of them 7B."""
+    path = RESULTS / f"{name}.json"
+    result = StoredBenchmark.load(path)
+    plan, measured = plan_of(result), measured_seconds(result, path)
+    assert plan.workload.compiled
+    hardware = HardwareSpec.load(str(RESULTS / "h200-default-set/hardware.toml"))
+    predicted = step_seconds(verified(plan), cost_model(hardware, plan.model, plan.workload))
+    assert predicted == pytest.approx(measured, rel=0.02)
 
 
 @pytest.mark.parametrize("folder", PROOFS, ids=lambda folder: folder.name)

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from megatrain.runtime.layers.functional_layers import FunctionalLayers, config_of
 from megatrain.simulator.costs.datasheet import Datasheet
 from megatrain.simulator.costs.kernel_traffic import products_slowdown, traffic_share
+from megatrain.simulator.hardware.cost_table import CostTable
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.attention_masks import added_mask_bytes, mask_bytes
 from megatrain.simulator.model.families import FAMILIES
@@ -89,6 +90,20 @@ def test_products_of_compiled_backward_passes_without_experts_take_longer() -> N
         (dense, COMPILED, "head", "h"),
     ):
         assert products_slowdown(model, work, kind, layer) == 1
+
+
+def test_rates_of_a_calibration_include_that_whole_models_compute_without_pauses() -> None:
+    """Its `linear_efficiency` was measured without pauses, so backward passes are not slowed again.
+    The rates of the library were measured with pauses.
+    """
+    model = ModelSpec.load("qwen2.5-7b")
+    measured = msgspec.structs.replace(H200, costs=CostTable(measured_on="", date=""))
+    library, calibrated = (Datasheet(each, model, COMPILED) for each in (H200, measured))
+    work = op_work(model, "backward", "0", COMPILED)
+    slower = products_slowdown(model, COMPILED, "backward", "0") - 1
+    extra = library._compute_ns("backward", "0") - calibrated._compute_ns("backward", "0")
+    assert extra == pytest.approx(slower * library.products_of_layers_ns(work), abs=1)
+    assert library._compute_ns("forward", "0") == calibrated._compute_ns("forward", "0")
 
 
 def test_a_recompute_without_the_mlp_moves_a_positive_number_of_bytes() -> None:
