@@ -97,7 +97,9 @@ def test_rates_of_a_calibration_include_that_whole_models_compute_without_pauses
     The rates of the library were measured with pauses.
     """
     model = ModelSpec.load("qwen2.5-7b")
-    measured = msgspec.structs.replace(H200, costs=CostTable(measured_on="", date=""))
+    measured = msgspec.structs.replace(
+        H200, costs=CostTable(measured_on="", date="", curves={}, compute={})
+    )
     library, calibrated = (Datasheet(each, model, COMPILED) for each in (H200, measured))
     work = op_work(model, "backward", "0", COMPILED)
     slower = products_slowdown(model, COMPILED, "backward", "0") - 1
