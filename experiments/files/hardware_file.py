@@ -57,7 +57,7 @@ _COMMENTS = {
     ),
     "costs.fixed": (
         "Host time of one kernel launch and of recording one event, and the rates at which new\n"
-        "pages are allocated. For information only."
+        "pages are allocated. Of these, predictions use launch_ns only."
     ),
     "costs.attention": (
         "The attention kernel alone, by its heads: tokens of a causal sequence, ns of a forward,\n"

@@ -28,6 +28,9 @@ The duration of a decoder layer is also multiplied by a ratio of datasheet times
 
 Other compute ops do not depend on documents, fp8, pieces and rebuilt outputs.
 
+A decoder layer's op that was not measured takes at least the time in which the host calls the
+functions of a loop over chunks of a row (`Datasheet.calls_ns`).
+
 A duration outside the measured sizes or shapes is flagged as extrapolated. Rebuilt outputs alone
 are no reason for it, because they change a duration by a few percent.
 """
@@ -228,6 +231,9 @@ class Calibrated(ContendedCosts):
                 duration, beyond = self._compute(op, size)
                 # `_summing_ns` may be negative, with a larger magnitude than the duration.
                 self._known[key] = max(duration + self._summing_ns(op), 0), beyond
+            if self._datasheet is not None and size not in self.table.compute.get(kind, {}):
+                duration, beyond = self._known[key]
+                self._known[key] = max(duration, self._datasheet.calls_ns(kind, op.layer)), beyond
         return self._known[key]
 
     def _on_curve(self, op: Op, size: int) -> tuple[int, bool]:

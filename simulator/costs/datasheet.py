@@ -9,6 +9,9 @@
       + attention FLOPs / (peak x attention efficiency x S / (S + half tokens))
       + traffic share x moved bytes / device rate
 
+  It is at least the time in which the host calls the functions of a loop over chunks of a row
+  (`Part.loop`), because these are short. The time of other kernel launches is not counted, so
+  predictions for a few hundred tokens are too fast.
 * Collectives among GPUs: latency + bytes received / rate between GPUs, and the sum of gradients.
   If several GPUs were measured together, latency and rates are those of the measurement. With
   several hosts, the bytes that a host receives over the network take their own time
@@ -20,8 +23,7 @@
 The three terms of a compute op are added because its kernels run one after the other. A matrix
 product also takes longer by about the time of reading its weights (docs/lab_notes.md, "Matrix
 products of few tokens"). `op_work` counts the traffic of eager PyTorch, and `traffic_share`
-corrects it for compiled layers and for experts. The time of kernel launches is not counted, so
-predictions for a few hundred tokens are too fast.
+corrects it for compiled layers and for experts.
 
 The attention rate is that of the workload's kernel, if the machine has it. With documents, flash
 attention receives their lengths, and the prediction treats each row as one document. Shorter
@@ -100,6 +102,9 @@ sorting the tokens and for each block of columns (`summed_columns`), and for eac
 token's row. It was measured alone on an H200, with the embedding of 7B: 1.25 ms with 8,192 tokens
 and 1 block, 1.62 ms with 4 blocks; 3.28 and 3.77 ms with 32,768 tokens. It is hardly limited by the
 memory's bandwidth, so it is used for every GPU."""
+_CALL_NS = 7_200
+"""The host's time of calling a PyTorch function on a GPU, if it was not measured. Calibrated H200
+machines need 7.2 to 10.2 us (experiments/results/h200-*/hardware.toml, launch_ns)."""
 _ATTENTION_BACKWARD = 1.25
 """FLOPs of the backward pass of flash attention, relative to those in `op_work`. It has five
 matrix products instead of four, because it recomputes the scores (Dao, 2023)."""
@@ -266,13 +271,24 @@ class Datasheet(EstimatedCosts):
         key = (kind, layer, kept, rebuilt)
         if key not in self._computed:
             work = op_work(self.model, kind, layer, self.workload, kept=kept, rebuilt=rebuilt)
-            self._computed[key] = math.ceil(
+            device = (
                 self.products_of_layers_ns(work) * self._products_slowdown(kind, layer)
                 + (0 if kept else self.attention_ns(kind, layer))
                 + self._moved_bytes(work, kind, layer) / self.hardware.device_gb_per_s
                 + (self._summing_ns() if kind == "embed_backward" else 0)
             )
+            self._computed[key] = math.ceil(max(device, self.calls_ns(kind, layer)))
         return self._computed[key]
+
+    def calls_ns(self, kind: str, layer: str) -> int:
+        """Returns the host's time of calling the functions of a decoder layer's loop over chunks of
+        a row, in ns, or 0 if the layer has no loop. The GPU waits for them if it is faster.
+        """
+        if kind not in LAYER_KINDS:
+            return 0
+        calls = op_work(self.model, kind, layer, self.workload).calls
+        fixed = self.hardware.costs.fixed if self.hardware.costs else None
+        return calls * (fixed.launch_ns if fixed else _CALL_NS)
 
     def _products_slowdown(self, kind: str, layer: str) -> float:
         """Returns the time of a compute op's matrix products relative to `linear_efficiency`. It is

@@ -123,8 +123,8 @@ class KernelInterleaving(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 
 
 class FixedCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Fixed costs on the host. They are only for information, because measured durations already
-    include them.
+    """Fixed costs on the host. Measured durations include them. Only `launch_ns` is used, for loops
+    over chunks of a row (`Part.loop`).
     """
 
     launch_ns: int

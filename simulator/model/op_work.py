@@ -33,6 +33,8 @@ class Work(NamedTuple):
     `traffic_share` does not apply: casts to fp8, weights and their gradients once more for each
     piece of tokens, the sum of the head's gradients over several loss chunks, and loops over chunks
     of a row (`Part.loop`). In a compiled layer, also all weights and their gradients."""
+    calls: int = 0
+    """The PyTorch functions that the host calls in loops over chunks of a row (`Part.loop`)."""
 
     @property
     def flops(self) -> int:
@@ -281,9 +283,9 @@ def op_work(
     else:
         weights -= width * last
     unfused = _fp8_bytes(model, kind, layer, workload) + more_weights
-    if kind == "backward" and part.loop[0]:
-        chunk, moved = part.loop
-        unfused += tokens * moved * -(-workload.sequence // chunk)
+    loop, chunks = part.loop, part.loop.chunks(workload.sequence)
+    if kind == "backward":
+        unfused += tokens * loop.moved * chunks
     if rebuilt:
         unfused += _rebuilding_bytes(model, kind, layer, workload)
     if workload.compiled and model.stack[layer].compilable:
@@ -302,6 +304,7 @@ def op_work(
             for name, shape in model.fp8_products(layer, workload).items()
         ),
         unfused,
+        chunks * (loop.backward_calls if kind == "backward" else loop.forward_calls),
     )
 
 

@@ -92,6 +92,24 @@ class Scores(NamedTuple):
         )
 
 
+class Loop(NamedTuple):
+    """The costs of linear attention that is computed in a loop over chunks of a row."""
+
+    chunk: int = 0
+    """The tokens of a chunk. 0 means that there is no loop."""
+    moved: int = 0
+    """The bytes per token of the row that the backward pass of each chunk moves."""
+    forward_calls: int = 0
+    """The PyTorch functions that the host calls for a chunk in the forward pass. One call serves
+    all rows of a micro-batch."""
+    backward_calls: int = 0
+    """The same in the backward pass."""
+
+    def chunks(self, sequence: int) -> int:
+        """Returns the number of chunks in a row of `sequence` tokens, or 0 without a loop."""
+        return -(-sequence // self.chunk) if self.chunk else 0
+
+
 class Compiled(NamedTuple):
     """The numbers of a part that are different if its layer is compiled.
 
@@ -216,9 +234,8 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     """Elements that elementwise kernels read and write in the forward pass."""
     backward: Traffic = Traffic()
     """Elements that elementwise kernels read and write in the backward pass."""
-    loop: tuple[int, int] = (0, 0)
-    """For linear attention that is computed in a loop over chunks of a row: the tokens of a chunk,
-    and the bytes per token of the row that the backward pass of each chunk moves."""
+    loop: Loop = Loop()
+    """The loop over chunks of a row, for linear attention that has one."""
     kept: Kept = Kept()
     """Elements that autograd saves."""
     attended: Kept = Kept()

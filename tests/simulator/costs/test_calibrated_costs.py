@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from small_table import SHAPE, load, table
 
 from megatrain.experiments.cli.options import OneLineParser, add_workload, workload
+from megatrain.experiments.heldout.suites import suite
 from megatrain.simulator import policies
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import Calibrated, cost_model
@@ -711,3 +712,28 @@ def test_the_options_of_a_shape_are_those_of_its_workload(make_plan: Callable[..
     add_workload(parser)
     args = parser.parse_args(options[1].split())
     assert workload(args, model).shape == work.shape
+
+
+@pytest.mark.parametrize(("kind", "calls"), [("forward", 37), ("backward", 54)])
+def test_a_loop_over_chunks_takes_at_least_the_time_of_its_calls(kind: str, calls: int) -> None:
+    """The host calls the functions of a chunk once for all rows. So one row of 4,096 tokens takes
+    as long as the calls, and 64 rows take longer. Rows of this length were not measured.
+    """
+    measured = HardwareSpec.load(str(RESULTS / "h200-compiled-set" / "hardware.toml"))
+    assert measured.costs is not None
+    assert measured.costs.fixed is not None
+    model = suite("compiled").measured()["qwen3-next-64-experts"]
+    layer = model.decoders[0]
+    for hardware, call in (
+        (measured, measured.costs.fixed.launch_ns),
+        (msgspec.structs.replace(measured, costs=None), 7200),
+    ):
+        durations = []
+        for batch in (1, 64):
+            work = Workload(batch=batch, sequence=4096, loss_chunk=2048, compiled=True)
+            flops = op_work(model, kind, layer.name, work).flops
+            shape = f"{layer.signature}/{work.shape}"
+            op = Op(id=f"{kind[0].upper()}0.m0", lane="compute", flops=flops, shape=shape)
+            durations.append(cost_model(hardware, model, work).duration_ns(op))
+        least = 64 * calls * call
+        assert least <= durations[0] < 1.5 * least < durations[1]

@@ -469,16 +469,19 @@ def test_linear_flops_are_those_counted_by_torch(family: str) -> None:
 
 
 class _MovedElements(TorchDispatchMode):
-    """Counts the elements of the tensors that each PyTorch function returns."""
+    """Counts PyTorch's functions and the elements of the tensors that each returns."""
 
     def __init__(self) -> None:
         super().__init__()
         self.of: Counter[str] = Counter()
+        self.calls = 0
+        """The functions called."""
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = function(*args, **(kwargs or {}))
+        self.calls += 1
         if isinstance(result, torch.Tensor):
             self.of[str(function)] += result.numel()
         return result
@@ -491,7 +494,7 @@ def test_the_loop_of_linear_attention_moves_the_bytes_that_autograd_moves() -> N
     config, tokens = config_of("qwen3_next"), 2048
     spec = ModelSpec.from_config(config.to_dict(), "config.json")
     layer = next(each.name for each in spec.decoders if each.attention == "linear_attention")
-    chunk, moved = spec.computed_part(layer, Workload(batch=1, sequence=tokens)).loop
+    chunk, moved, *_ = spec.computed_part(layer, Workload(batch=1, sequence=tokens)).loop
     heads = config.linear_num_value_heads
     sizes = (config.linear_key_head_dim, config.linear_key_head_dim, config.linear_value_head_dim)
     query, key, value = (torch.randn(1, tokens, heads, size, requires_grad=True) for size in sizes)
@@ -511,6 +514,33 @@ def test_the_loop_of_linear_attention_moves_the_bytes_that_autograd_moves() -> N
         for length in (2048, 64)
     ]
     assert works[0].unfused_bytes - works[1].unfused_bytes == tokens * moved * (2048 // 64 - 1)
+
+
+def test_the_loop_of_linear_attention_calls_as_many_functions_as_pytorch() -> None:
+    """The number of functions that one chunk adds, in both passes."""
+    config = config_of("qwen3_next")
+    spec = ModelSpec.from_config(config.to_dict(), "config.json")
+    layer = next(each.name for each in spec.decoders if each.attention == "linear_attention")
+    heads, size = config.linear_num_value_heads, config.linear_key_head_dim
+    calls = []
+    for tokens in (256, 320):
+        query, key, value = (torch.randn(1, tokens, heads, size) for _ in range(3))
+        decay, beta = (torch.rand(1, tokens, heads) for _ in range(2))
+        for tensor in (query, key, value, decay, beta):
+            tensor.requires_grad_()
+        with _MovedElements() as forward:
+            output, _ = torch_chunk_gated_delta_rule(query, key, value, -decay, beta)
+        with _MovedElements() as backward:
+            output.sum().backward()
+        calls.append((forward.calls, backward.calls))
+    (forward_calls, backward_calls), (more_forward, more_backward) = calls
+    workload = Workload(batch=2, sequence=320)
+    assert [op_work(spec, kind, layer, workload).calls for kind in ("forward", "backward")] == [
+        5 * (more_forward - forward_calls),
+        5 * (more_backward - backward_calls),
+    ]
+    full = next(each.name for each in spec.decoders if each.attention != "linear_attention")
+    assert op_work(spec, "forward", full, workload).calls == 0
 
 
 @pytest.mark.parametrize(
