@@ -546,14 +546,13 @@ def machine_notes(hardware: HardwareSpec, model: ModelSpec) -> list[str]:
     from megatrain.runtime.host import WITHOUT_GPU
 
     found = [WITHOUT_GPU] if measured_without_gpu(hardware) else []
-    if hardware.costs is not None:
-        names = {layer.signature for layer in model.decoders}
-        measured = {shape.partition("/")[0] for shape in hardware.costs.compute.get("forward", {})}
-        if names.isdisjoint(measured):
-            found.append(
-                "the layers of this model were not measured on this machine; their times follow"
-                " from the machine's rates. `megatrain calibrate MODEL` measures them"
-            )
+    if (table := hardware.costs) is not None and not any(
+        table.workloads_of(layer.signature) for layer in model.decoders
+    ):
+        found.append(
+            "the layers of this model were not measured on this machine; their times follow from"
+            " the machine's rates. `megatrain calibrate MODEL` measures them"
+        )
     return found
 
 

@@ -283,11 +283,8 @@ class Calibrated(ContendedCosts):
         assert self._datasheet is not None
         if op.kind not in LAYER_KINDS:
             return False
-        name = self._datasheet.model.stack[op.layer].signature
-        return not any(
-            _layer(known) == name or known.startswith(f"{name}-")
-            for known in self.table.compute.get(op.kind, {})
-        )
+        layer = self._datasheet.model.stack[op.layer]
+        return not self.table.workloads_of(layer.signature, op.kind)
 
     def _has(self, kind: str, shape: str) -> bool:
         """Checks whether a duration for `shape` can be derived from the measured shapes of

@@ -281,3 +281,17 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         at_least("costs.step_overhead_ns", self.step_overhead_ns, 0)
         at_least("costs.process_bytes", self.process_bytes, 0)
         check_lanes("costs", self.contention, self.dispatch_ns)
+
+    def workloads_of(self, layer: str, kind: str = "forward") -> list[str]:
+        """Returns the workloads with which a decoder layer was measured.
+
+        Args:
+            layer: The layer's signature (`LayerSpec.signature`).
+            kind: The kind of op.
+
+        Returns:
+            The part of each shape after `/`, such as `16x1024-bf16`. The list is empty if no op of
+            this kind of the layer was measured. Recomputes that skip attention count too.
+        """
+        shapes = (shape.partition("/") for shape in self.compute.get(kind, {}))
+        return [work for name, _, work in shapes if name == layer or name.startswith(f"{layer}-")]

@@ -92,13 +92,11 @@ def _comparable(
     that were measured with both, or rates.
     """
     layer, (_, *how) = model.decoders[0].signature, _plain(workload)
-    shapes = hardware.costs.compute.get("forward", {}) if hardware.costs else {}
     measured = set[Kernel | None]()
-    for shape in shapes:
-        name, _, size = shape.partition("/")
-        parts = size.split("-")[1:]
+    for work in hardware.costs.workloads_of(layer) if hardware.costs else ():
+        _, *parts = work.split("-")
         used = next((known for known in KERNELS if known in parts), None)
-        if name == layer and [part for part in parts if part != used] == how:
+        if [part for part in parts if part != used] == how:
             measured.add(used)
     return {None, kernel} <= measured if measured else kernel in hardware.attention
 
