@@ -179,7 +179,7 @@ class Binder(UpdateOps):
 
         def run() -> None:
             self.functional_layers.begin(micro, *documents)
-            output.copy_(self.functional_layers.embed(tensors, ids, micro))
+            self.functional_layers.embed(tensors, ids, micro, output)
 
         return run
 

@@ -409,27 +409,36 @@ class FunctionalLayers:
             self.routing.add(micro, logits.detach())
 
     def embed(
-        self, weights: dict[str, torch.Tensor], ids: torch.Tensor, micro: int
-    ) -> torch.Tensor:
-        """Returns the first layer's input, [batch, sequence, carried].
+        self, weights: dict[str, torch.Tensor], ids: torch.Tensor, micro: int, output: torch.Tensor
+    ) -> None:
+        """Writes the first layer's input to `output`.
+
+        A plain embedding is one kernel. While an update runs on the device, each kernel waits until
+        the update of a layer ends, and the first layer waits for the first of these updates anyway.
 
         Args:
             weights: tensors of the embedding.
             ids: input ids, [batch, sequence] int64.
             micro: index of the micro-batch.
+            output: the first layer's input, [batch, sequence, carried], contiguous, in the dtype of
+                the tensors.
         """
-        rows = [
-            torch.nn.functional.embedding(indices, weights[name])
-            for name, indices in self._indices(ids).items()
-        ]
-        if self._embedding_and_head.plain:
-            (row,) = rows
-            return row
+        indices = self._indices(ids)
         with torch.no_grad():
-            return self._embedding_and_head.enter(
-                rows,
-                {name: weights[name] for name in self.model.positions},
-                self._positions.get(micro),
+            if self._embedding_and_head.plain:
+                ((name, rows),) = indices.items()
+                flat = output.view(-1, output.shape[-1])
+                torch.index_select(weights[name], 0, rows.reshape(-1), out=flat)
+                return
+            output.copy_(
+                self._embedding_and_head.enter(
+                    [
+                        torch.nn.functional.embedding(rows, weights[name])
+                        for name, rows in indices.items()
+                    ],
+                    {name: weights[name] for name in self.model.positions},
+                    self._positions.get(micro),
+                )
             )
 
     def _indices(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:

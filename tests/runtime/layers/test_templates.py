@@ -118,10 +118,10 @@ def test_the_layers_together_are_the_model(make_plan: Callable[..., Plan], famil
         (plan.workload.batch, plan.workload.sequence + 1),
         generator=torch.Generator().manual_seed(1),
     )
+    x = torch.empty(plan.workload.batch, plan.workload.sequence, plan.model.hidden)
     with torch.no_grad():
-        x = templates.embed(
-            {"embed_tokens.weight": model.model.embed_tokens.weight}, ids[:, :-1], 0
-        )
+        weights = {"embed_tokens.weight": model.model.embed_tokens.weight}
+        templates.embed(weights, ids[:, :-1], 0, x)
         for layer in model.model.layers:
             x = decoder(templates, dict(layer.named_parameters()), x)
     weights = {
