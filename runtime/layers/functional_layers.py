@@ -413,8 +413,7 @@ class FunctionalLayers:
     ) -> None:
         """Writes the first layer's input to `output`.
 
-        A plain embedding is one kernel. While an update runs on the device, each kernel waits until
-        the update of a layer ends, and the first layer waits for the first of these updates anyway.
+        A plain embedding is one kernel, without a temporary tensor.
 
         Args:
             weights: tensors of the embedding.
