@@ -21,7 +21,7 @@ from megatrain.simulator.planner.assessment import Choice
 from megatrain.simulator.planner.search import candidates, plans_of
 from megatrain.simulator.planner.shared_step import shared_step
 from megatrain.simulator.schedule.arithmetic import contributions, layer_state
-from megatrain.simulator.schedule.plan import Knobs, Plan
+from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.verdict.verdict import Verdict, summarize
 
 GIB = 2**30

@@ -168,6 +168,7 @@ def test_saved_results_change_no_bit(
             assert torch.equal(gradient, found[0][1][name]), (way, name)
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize(
     ("way", "placement"),
     [
@@ -179,7 +180,7 @@ def test_saved_results_change_no_bit(
     indirect=["way"],
 )
 def test_a_compiled_layer_has_sinks(
-    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, way: str, placement: Placement
+    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, placement: Placement
 ) -> None:
     """A layer is one graph, and its gradients are those of an eager layer.
 
