@@ -43,8 +43,10 @@ demo: venv
 figures: venv
 	$(RUN) megatrain.experiments.cli figures --out figures
 
+# Bytecode is written even if the shell says otherwise. Without it, each worker compiles all tests,
+# and each process that a test starts compiles the package.
 test: venv
-	$(RUN) pytest -n 2
+	PYTHONDONTWRITEBYTECODE= $(RUN) pytest -n 2
 
 mutation: venv
 	$(PIP_INSTALL) --no-build-isolation -e '.[dev,mutation]' -c constraints.txt

@@ -1,7 +1,11 @@
-"""Setup that all tests share: the hypothesis profile, the skip of `cuda` tests, small plans."""
+"""Setup that all tests share: the hypothesis profile, the skip of `cuda` tests, small plans.
+
+The setup also keeps the workers of pytest-xdist from slowing each other down.
+"""
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import shutil
@@ -20,6 +24,9 @@ from megatrain.simulator.schedule.plan import Knobs, Plan
 
 # Tests ignore the hardware files in the user's folder.
 os.environ["MEGATRAIN_MACHINES"] = str(Path(__file__).with_name("no-machines"))
+# Each worker has a core of its own. More threads of PyTorch only wait for each other there. Torch
+# reads this when it is imported, and processes that tests start inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 pytest.register_assert_rewrite("whole_models", "reference_lengths")
 hypothesis.settings.register_profile(
     "megatrain", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
@@ -44,6 +51,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "cuda" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+def pytest_collection_finish() -> None:
+    """Excludes everything that exists now from garbage collection, and collects less often.
+
+    The tests and the imported libraries stay to the end. A full collection would visit them each
+    time, which takes half a second.
+    """
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Returns a scheduler that gives each worker one half of the files, and moves tests at the end.
+
+    Tests of a file then share the fixtures of their module, which the default scheduler makes in
+    every worker.
+    """
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log) if config.getvalue("dist") == "load" else None
 
 
 MODEL_KEYS = {

@@ -21,7 +21,7 @@ from megatrain.simulator.planner.assessment import Choice
 from megatrain.simulator.planner.search import candidates, plans_of
 from megatrain.simulator.planner.shared_step import shared_step
 from megatrain.simulator.schedule.arithmetic import contributions, layer_state
-from megatrain.simulator.schedule.plan import Knobs, Plan
+from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.verdict.verdict import Verdict, summarize
 
 GIB = 2**30
@@ -87,6 +87,16 @@ class Case(msgspec.Struct, frozen=True):
     def judged(self, hardware: HardwareSpec | None = None, **changes: Any) -> Verdict:
         options = {"workload": self.work, "advise": False, **self.limits, **changes}
         return judge(self.spec, hardware or HardwareSpec.load(self.machine), **options)
+
+    def searched(self, hardware: HardwareSpec | None = None, **changes: Any) -> Choice:
+        """Returns the choice of which `judged` would explain the step.
+
+        The explanation takes as long as the search.
+        """
+        options = {**self.limits, **changes}
+        work = options.pop("workload", self.work)
+        machine = hardware or HardwareSpec.load(self.machine)
+        return candidates(self.spec, machine, work, **options)[0]
 
 
 workloads = st.builds(
@@ -207,9 +217,9 @@ def _draw_more(data: st.DataObject, case: Case) -> tuple[HardwareSpec, dict[str,
 
 @related()
 def test_more_of_anything_is_no_slower(data: st.DataObject, case: Case) -> None:
-    before = case.judged()
+    before = case.searched()
     hardware, limits = _draw_more(data, case)
-    after = case.judged(hardware, **limits)
+    after = case.searched(hardware, **limits)
     assert after.feasible >= before.feasible
     if before.feasible:
         assert after.step_seconds <= SLOWER * before.step_seconds
@@ -266,8 +276,8 @@ def test_more_of_anything_is_no_slower_with_two_gpus(data: st.DataObject, case: 
 def test_more_is_no_slower_in_a_drawn_example(case: Case, what: str) -> None:
     """Regression test: these examples were drawn, and the step was slower with more."""
     hardware, limits = _with_more(case, what)
-    after = case.judged(hardware, **limits)
-    assert after.step_seconds <= SLOWER * case.judged().step_seconds
+    after = case.searched(hardware, **limits)
+    assert after.step_seconds <= SLOWER * case.searched().step_seconds
 
 
 def test_a_faster_link_is_no_slower_with_two_gpus() -> None:
@@ -292,7 +302,7 @@ def test_more_device_memory_is_no_slower_where_the_host_updates_fast() -> None:
     """
     work = Workload(batch=4, sequence=2048, clipping="none")
     case = Case("olmoe-1b-7b", "gh200-96", work, 1.0, 1.0, layers=8)
-    less, more = (case.judged(device_limit=limit * GIB).step_seconds for limit in (44, 56))
+    less, more = (case.searched(device_limit=limit * GIB).step_seconds for limit in (44, 56))
     assert more <= SLOWER * less
 
 
@@ -507,7 +517,7 @@ def test_more_device_memory_is_no_slower_where_the_host_updates_fast() -> None:
 def test_a_little_more_device_memory_is_no_slower(case: Case, less: float, more: float) -> None:
     """Regression test: these examples were drawn, and the step was slower with more memory."""
     before, after = (
-        case.judged(device_limit=int(limit * GIB)).step_seconds for limit in (less, more)
+        case.searched(device_limit=int(limit * GIB)).step_seconds for limit in (less, more)
     )
     assert after <= SLOWER * before
 
@@ -528,7 +538,7 @@ def test_more_device_memory_is_no_slower_where_it_holds_no_larger_copies(clippin
         documents=True,
     )
     case = Case("qwen2.5-32b", "h200", work, 1.0, 1.0, layers=16)
-    less, more = (case.judged(device_limit=int(limit * GIB)).step_seconds for limit in (38, 38.5))
+    less, more = (case.searched(device_limit=int(limit * GIB)).step_seconds for limit in (38, 38.5))
     assert more <= SLOWER * less
 
 
@@ -541,7 +551,7 @@ def test_more_device_memory_is_no_slower_with_a_tied_embedding(gib: float) -> No
     work = Workload(batch=2, sequence=256, clipping="layer", state="bf16-sr")
     case = Case("qwen3-4b", "h200", work, 1.0, 1.0, layers=8)
     less, more = (
-        case.judged(device_limit=int(limit * GIB) + 2**25).step_seconds
+        case.searched(device_limit=int(limit * GIB) + 2**25).step_seconds
         for limit in (gib, gib + 0.1)
     )
     assert more <= SLOWER * less
@@ -555,7 +565,7 @@ def test_the_host_may_update_all_layers_but_a_tied_embedding(gib: float) -> None
     The best plans keep hardly anything but the embedding on the device.
     """
     case = Case("gemma-2-2b", "a6000", Workload(batch=2, sequence=512), 1.0, 1.0)
-    assert case.judged(device_limit=int(gib * GIB)).step_seconds < 1.06
+    assert case.searched(device_limit=int(gib * GIB)).step_seconds < 1.06
 
 
 @related(few=2)
@@ -613,7 +623,7 @@ def test_the_longest_context_counts_whole_pages_of_each_buffer() -> None:
     case = Case("qwen3-4b", "h200", work, 0.5, 0.75)
     most = case.judged().longest_context
     for sequence, fits in ((most, True), (most + 2, False)):
-        after = case.judged(workload=msgspec.structs.replace(work, sequence=sequence))
+        after = case.searched(workload=msgspec.structs.replace(work, sequence=sequence))
         assert after.feasible == fits
 
 
@@ -626,10 +636,11 @@ def test_the_most_that_fits_fits_and_one_more_does_not(data: st.DataObject, case
         assert not before.feasible
         return
     held = {} if what == "batch" else {"batch": 1}
-    assert case.judged(workload=msgspec.structs.replace(case.work, **held, **{what: most})).feasible
+    fitting = msgspec.structs.replace(case.work, **held, **{what: most})
+    assert case.searched(workload=fitting).feasible
     more = most + (1 if what == "batch" else 2)  # sizes are rounded, so one more may fit
     if more <= (2**20 if what == "batch" else 2**24):
-        assert not case.judged(
+        assert not case.searched(
             workload=msgspec.structs.replace(case.work, **held, **{what: more})
         ).feasible
 
@@ -643,13 +654,14 @@ def test_the_largest_batch_counts_that_one_group_needs_no_sum_in_fp32() -> None:
     case = Case("olmoe-1b-7b", "a6000", work, 0.5, 0.125, layers=8)
     most = case.judged().largest_batch
     for batch, fits in ((most, True), (most + 1, False)):
-        after = case.judged(workload=msgspec.structs.replace(work, batch=batch))
+        after = case.searched(workload=msgspec.structs.replace(work, batch=batch))
         assert after.feasible == fits
 
 
 @related()
 def test_the_choice_is_the_best_of_the_listed_plans(data: st.DataObject, case: Case) -> None:
-    before = case.judged()
+    before, choice = case.judged(), case.searched()
+    assert (before.feasible, before.step_seconds) == (choice.feasible, choice.step_seconds)
     assume(before.feasible)
     if before.runner_up:
         assert before.runner_up.step_seconds >= before.step_seconds
@@ -658,7 +670,7 @@ def test_the_choice_is_the_best_of_the_listed_plans(data: st.DataObject, case: C
     if not before.unified:
         exact = case.work.state == "exact"  # other systems have no other format
         names = policies.names() if exact else policies.contenders()
-        other = case.judged(policies=[data.draw(st.sampled_from(names))])
+        other = case.searched(policies=[data.draw(st.sampled_from(names))])
         assert not other.feasible or SLOWER * other.step_seconds >= before.step_seconds
 
 
@@ -703,14 +715,14 @@ def test_bytes_over_the_link_have_a_closed_form(data: st.DataObject, case: Case)
         accumulation=data.draw(st.sampled_from([1, 2, 5])),
     )
     case = msgspec.structs.replace(case, work=work)
-    verdict = case.judged(policies=["overlapped"])
+    knobs = case.searched(policies=["overlapped"]).plan.knobs
     plan = Plan(
         policy="overlapped",
         hardware=case.machine,
         source=case.model,
         model=case.spec,
         workload=case.work,
-        knobs=Knobs(**verdict.knobs),
+        knobs=knobs,
         device_limit_bytes=2**50,
         host_limit_bytes=2**50,
     )
@@ -751,9 +763,9 @@ def test_a_plan_that_updates_on_the_host_fits_the_host() -> None:
     """
     work = Workload(batch=1, sequence=2**19, token_piece=2**16, documents=True)
     case = Case("qwen2.5-7b", "h200", work, 1.0, 1.0)
-    verdict = case.judged(host_limit=128 * GIB)
-    assert verdict.feasible
-    assert verdict.knobs["placement"].offloaded_inputs == "all"
+    choice = case.searched(host_limit=128 * GIB)
+    assert choice.feasible
+    assert choice.plan.knobs.placement.offloaded_inputs == "all"
 
 
 @pytest.mark.parametrize("device", [1.8, 2.0])
@@ -765,7 +777,7 @@ def test_more_host_memory_fits_where_hardly_anything_does(device: float) -> None
     work = Workload(batch=1, sequence=512, clipping="none", loss_chunk=512)
     case = Case("qwen2.5-0.5b", "rtx4090", work, 1.0, 1.0, layers=8)
     limits = {"device_limit": int(device * GIB) + 2**26, "policies": ["overlapped"]}
-    less, more = (case.judged(host_limit=int(size * GIB), **limits) for size in (2.75, 3))
+    less, more = (case.searched(host_limit=int(size * GIB), **limits) for size in (2.75, 3))
     assert less.feasible
     assert more.feasible
     assert more.step_seconds <= SLOWER * less.step_seconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,14 @@ from megatrain.simulator.schedule.plan import Placement, Plan
 
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
 WHOLE = {"sliding_window": 0, "use_sliding_window": False}
+NORMAL = [
+    ("llama", "fp32", "mask"),
+    ("llama", "bf16", "lengths"),
+    ("mistral", "bf16", ""),
+    ("mistral", "fp32", "lengths"),
+    ("qwen2", "bf16", "mask"),
+    ("qwen3", "fp32", ""),
+]
 KEPT = Placement(saved_attention="1-2", saved_activations="3", weights="all", gradients="all")
 
 
@@ -36,9 +45,13 @@ def trained(run: Callable[..., Any], family: str, **changes: Any) -> tuple[float
         return result.loss, gradients_of(running)
 
 
-@pytest.mark.parametrize("documents", ["", "mask", "lengths"])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("family", CAN_SAVE_ATTENTION)
+@pytest.mark.parametrize(
+    ("family", "dtype", "documents"),
+    [
+        pytest.param(*case, marks=[] if case in NORMAL else [pytest.mark.nightly])
+        for case in itertools.product(CAN_SAVE_ATTENTION, ("fp32", "bf16"), ("", "mask", "lengths"))
+    ],
+)
 def test_groups_of_heads_give_the_same_bits_on_a_cpu(
     run: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
@@ -46,7 +59,10 @@ def test_groups_of_heads_give_the_same_bits_on_a_cpu(
     dtype: str,
     documents: str,
 ) -> None:
-    """Layers recompute attention, keep it, or save their activations."""
+    """Layers recompute attention, keep it, or save their activations.
+
+    The normal tests have each family, and each kind of documents in each dtype.
+    """
     if documents == "lengths":
         reference_lengths.install(monkeypatch)
     changes = {"dtype": dtype, "documents": bool(documents), "policy": "overlapped"}
@@ -92,7 +108,12 @@ def test_a_compiled_layer_has_groups(
     torch._dynamo.reset()
     one, several = (
         trained(
-            run, "llama", compiled=True, head_groups=groups, placement=KEPT, policy="overlapped"
+            run,
+            "llama",
+            compiled=groups > 1,  # an eager layer without groups needs no compiling
+            head_groups=groups,
+            placement=KEPT,
+            policy="overlapped",
         )
         for groups in (1, 4)
     )

@@ -535,6 +535,7 @@ def flat(text: str) -> str:
     return " ".join(text.split())
 
 
+@pytest.mark.usefixtures("without_advice", "searched_once")
 def test_check_on_an_unmeasured_machine_gives_a_range(command: Any) -> None:
     words = (
         "check",
@@ -674,6 +675,7 @@ def test_check_of_a_model_that_does_not_fit(command: Any) -> None:
     )
 
 
+@pytest.mark.usefixtures("without_advice", "searched_once")
 def test_check_of_a_machine_with_one_memory(command: Any) -> None:
     words = (
         "check",
@@ -693,6 +695,7 @@ def test_check_of_a_machine_with_one_memory(command: Any) -> None:
     assert only_object(command(*words, "--json").out)["unified"] is True
 
 
+@pytest.mark.usefixtures("without_advice")
 @pytest.mark.parametrize(
     ("model", "host", "batch"),
     [("qwen2.5-0.5b", "64GiB", 32), ("qwen2.5-7b", "104GiB", 16), ("qwen2.5-1.5b", "2GiB", 1)],
@@ -724,6 +727,7 @@ def test_check_notes_a_sequence_beyond_the_model_s_limit(command: Any, workplace
     assert note in flat(command("plan", *words, "128", "--out", "new.toml").out)
 
 
+@pytest.mark.usefixtures("without_advice")
 def test_one_more_gib_is_tried_only_where_it_is_shown(
     command: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -790,7 +794,7 @@ def test_the_error_on_a_machine_without_a_known_gpu_asks_for_hardware(
     assert "--hardware " in outcome.err.partition("; fix: ")[2]
 
 
-@pytest.mark.usefixtures("searched_once")
+@pytest.mark.usefixtures("searched_once", "without_advice")
 def test_without_a_model_check_lists_the_models_that_fit(
     command: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -841,7 +845,7 @@ def test_a_model_whose_state_is_larger_than_the_memory_is_not_planned(
     assert outcome.out.endswith("1 other model of the library does not fit.\n")
 
 
-@pytest.mark.usefixtures("searched_once")
+@pytest.mark.usefixtures("searched_once", "without_advice")
 @pytest.mark.parametrize(
     "words",
     [
@@ -864,6 +868,7 @@ def test_the_list_of_models_that_fit_uses_the_given_options(
     assert parse(shlex.split(listed.replace("\\ ", ""))[1:]) == given
 
 
+@pytest.mark.usefixtures("without_advice")
 def test_policies_that_the_options_rule_out_are_named_below_the_table(command: Any) -> None:
     words = ("check", "qwen2.5-0.5b", "--hardware", "h200", "--batch", "1", "--optimizer", "muon")
     with warnings.catch_warnings():
@@ -880,6 +885,7 @@ def test_policies_that_the_options_rule_out_are_named_below_the_table(command: A
     assert max(map(len, outcome.out.splitlines())) <= 80
 
 
+@pytest.mark.usefixtures("without_advice")
 def test_a_runner_up_is_another_plan(command: Any) -> None:
     words = ("check", "qwen2.5-7b", "--hardware", "rtx4090", "--host-memory", "192GiB")
     found = only_object(command(*words, "--batch", "32", "--optimizer", "muon", "--json").out)
@@ -890,6 +896,7 @@ def test_a_runner_up_is_another_plan(command: Any) -> None:
     )
 
 
+@pytest.mark.usefixtures("without_advice", "searched_once")
 def test_check_of_every_policy(command: Any) -> None:
     words = (
         "check",
@@ -945,6 +952,7 @@ def test_check_of_every_policy(command: Any) -> None:
     )
 
 
+@pytest.mark.usefixtures("without_advice")
 def test_another_system_is_never_the_best_plan_and_not_trained(
     command: Any, tmp_path: Path
 ) -> None:
@@ -977,6 +985,7 @@ def test_another_system_is_never_the_best_plan_and_not_trained(
     assert outcome.err.count("\n") == 1
 
 
+@pytest.mark.usefixtures("without_advice")
 def test_fewer_cores_are_slower_and_a_named_policy_is_kept(command: Any) -> None:
     words = ("check", "qwen2.5-7b", "--hardware", "h200", "--policy", "sequential", "--json")
     few, many = (only_object(command(*words, "--cores", cores).out) for cores in (2, 16))

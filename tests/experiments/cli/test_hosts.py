@@ -66,6 +66,7 @@ def test_a_plan_has_its_hosts_and_network(capsys: pytest.CaptureFixture[str]) ->
     ],
     ids=["hosts", "one host", "another policy", "too large for one GPU", "another state"],
 )
+@pytest.mark.usefixtures("without_advice", "searched_once")
 def test_check_says_how_to_write_the_plan_for_several_gpus(
     several: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -47,6 +47,7 @@ def limits(device: str, host: str) -> tuple[str, ...]:
     ],
     ids=["state", "piece and chunk"],
 )
+@pytest.mark.usefixtures("without_advice", "searched_once")
 def test_the_workload_is_chosen_for_all_gpus(
     capsys: pytest.CaptureFixture[str],
     words: tuple[str, ...],

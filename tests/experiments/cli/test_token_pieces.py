@@ -41,6 +41,7 @@ def flat(text: str) -> str:
     return " ".join(text.split())
 
 
+@pytest.mark.usefixtures("without_advice", "searched_once")
 def test_the_share_of_attention_is_said_if_it_is_large(command: Command) -> None:
     """It grows with the square of the length, and the rest of a layer with the length."""
     found = {
@@ -61,6 +62,7 @@ def test_the_share_of_attention_is_said_if_it_is_large(command: Command) -> None
         assert (line in flat(good(command(*LONG, "--seq", sequence)))) is shown
 
 
+@pytest.mark.usefixtures("without_advice")
 def test_the_share_of_attention_leaves_out_recomputes_that_saved_it(command: Command) -> None:
     words = (*LONG[1:], "--seq", 131072, "--batch", 1)
     found = json.loads(good(command("check", *words, "--json")))
@@ -74,6 +76,7 @@ def test_the_share_of_attention_leaves_out_recomputes_that_saved_it(command: Com
     assert found["attention_seconds"] == pytest.approx(28 * layer_ns / 1e9)
 
 
+@pytest.mark.usefixtures("without_advice")
 def test_a_mixture_is_planned_in_pieces(command: Command) -> None:
     words = ("check", "qwen3-30b-a3b", "--hardware", "h200", "--host-memory", "1TiB", "--json")
     found = json.loads(good(command(*words, "--seq", 524288)))
@@ -111,6 +114,7 @@ def test_a_run_is_planned_trained_stopped_resumed_and_exported(command: Command)
     assert models[0] == models[1]
 
 
+@pytest.mark.usefixtures("searched_once")
 def test_pieces_are_not_chosen_if_one_sequence_fits_as_fast_without(command: Command) -> None:
     short, long, named = (
         json.loads(good(command(*LONG, "--json", "--seq", *words)))
@@ -129,6 +133,7 @@ def test_pieces_are_not_chosen_if_one_sequence_fits_as_fast_without(command: Com
     assert text.replace("\\\n", "").count(f"--token-piece {long['workload']['token_piece']}") == 2
 
 
+@pytest.mark.usefixtures("without_advice")
 def test_pieces_are_chosen_for_a_long_sequence_if_they_are_faster(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,6 +148,7 @@ def test_pieces_are_chosen_for_a_long_sequence_if_they_are_faster(
     assert 1.1 * chosen["step_seconds"] < whole["step_seconds"]
 
 
+@pytest.mark.usefixtures("without_advice")
 def test_the_micro_batch_of_pieces_is_the_fastest(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,6 +175,7 @@ def test_the_micro_batch_of_pieces_is_the_fastest(
     assert ", the fastest micro-batch up to 32 that fits, MFU " in text
 
 
+@pytest.mark.usefixtures("without_advice")
 def test_compiled_layers_in_pieces_are_planned(command: Command) -> None:
     """Without pieces, compiled layers fit with 524,288 tokens, but not with this many."""
     long = ("--seq", 786432, "--compile", "--json")
@@ -222,6 +229,7 @@ def test_a_measured_machine_derives_the_times_of_groups_of_heads(piece: int | No
     assert one["H.m0"] == two["H.m0"]
 
 
+@pytest.mark.usefixtures("without_advice")
 def test_no_pieces_are_chosen_if_a_search_finds_a_plan_without_them(command: Command) -> None:
     """The plans with the least memory do not fit with this loss chunk, but another plan does.
 

@@ -17,6 +17,7 @@ from typing import Any, get_args
 import msgspec
 import pytest
 import torch
+from covering import covering
 from whole_models import drawn, model_of
 
 from megatrain.runtime.batch import IGNORED
@@ -336,8 +337,9 @@ def test_ctrl_c_while_the_lanes_start_does_not_hang(
     assert not closing.is_alive()
 
 
-@pytest.mark.parametrize("policy", EXECUTABLE)
-@pytest.mark.parametrize("clipping", get_args(Clipping))
+@pytest.mark.parametrize(
+    ("policy", "clipping"), covering(EXECUTABLE, get_args(Clipping), whole="overlapped")
+)
 def test_a_nan_loss_is_an_error(
     executable: Callable[..., Plan], session: Callable[..., Any], policy: str, clipping: str
 ) -> None:
@@ -356,8 +358,9 @@ def test_a_nan_loss_is_an_error(
 # ---- results ----
 
 
-@pytest.mark.parametrize("clipping", BY_LAYER)
-@pytest.mark.parametrize("policy", policies.names())
+@pytest.mark.parametrize(
+    ("policy", "clipping"), covering(policies.names(), BY_LAYER, whole="overlapped")
+)
 def test_a_layer_whose_gradient_is_not_finite_is_not_updated(
     executable: Callable[..., Plan], session: Callable[..., Any], policy: str, clipping: str
 ) -> None:
@@ -391,8 +394,9 @@ def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool
     return all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-@pytest.mark.parametrize("clipping", get_args(Clipping))
-@pytest.mark.parametrize("policy", policies.names())
+@pytest.mark.parametrize(
+    ("policy", "clipping"), covering(policies.names(), get_args(Clipping), whole="overlapped")
+)
 def test_a_step_that_is_not_finite_changes_no_state(
     executable: Callable[..., Plan], session: Callable[..., Any], policy: str, clipping: str
 ) -> None:

@@ -119,7 +119,16 @@ def piece(request: pytest.FixtureRequest) -> int | None:
     return found
 
 
-@pytest.mark.parametrize("way", ["lengths", "mask"])
+@pytest.mark.parametrize(
+    ("way", "piece"),
+    [
+        ("lengths", 5),
+        ("mask", None),
+        pytest.param("lengths", None, marks=pytest.mark.nightly),
+        pytest.param("mask", 5, marks=pytest.mark.nightly),
+    ],
+    indirect=["piece"],
+)
 @pytest.mark.parametrize(("family", "changes"), SCALED)
 def test_packed_documents_have_the_frequencies_of_their_own_length(
     run: Callable[..., Any],
@@ -129,6 +138,7 @@ def test_packed_documents_have_the_frequencies_of_their_own_length(
     way: str,
     piece: int | None,
 ) -> None:
+    """The normal tests have each way with or without pieces, for each kind of scaling."""
     if way == "lengths":
         reference_lengths.install(monkeypatch)
     model_spec = model_of(family, **changes)

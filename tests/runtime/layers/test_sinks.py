@@ -32,6 +32,7 @@ from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.schedule.plan import Placement
 
 SUNK = ("gpt_oss", "granite_swa", "granitemoe_swa")
+STREAMED = Placement(weights="all", gradients="all")
 KEPT = Placement(saved_attention="1-2", saved_activations="3", weights="all", gradients="all")
 WAYS = ("mask", "lengths")
 """How the kernel learns of windows and documents: by a mask as on a CPU, or by lengths as on a
@@ -168,11 +169,23 @@ def test_saved_results_change_no_bit(
 
 
 @pytest.mark.usefixtures("way")
-@pytest.mark.parametrize("placement", [Placement(weights="all", gradients="all"), KEPT])
+@pytest.mark.parametrize(
+    ("way", "placement"),
+    [
+        ("lengths", KEPT),
+        ("mask", STREAMED),
+        pytest.param("lengths", STREAMED, marks=pytest.mark.nightly),
+        pytest.param("mask", KEPT, marks=pytest.mark.nightly),
+    ],
+    indirect=["way"],
+)
 def test_a_compiled_layer_has_sinks(
     run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, placement: Placement
 ) -> None:
-    """A layer is one graph, and its gradients are those of an eager layer."""
+    """A layer is one graph, and its gradients are those of an eager layer.
+
+    The normal tests have each way and each placement once, since compiling takes long.
+    """
     compiled = torch.compile
     monkeypatch.setattr(
         torch,

@@ -17,7 +17,7 @@ from decoder_layers import (
     register_one_kernel,
     turns_of,
 )
-from family_sample import SAMPLE
+from family_sample import SAMPLE, others_nightly
 from tiny_families import OWN, SMALL, config_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -432,9 +432,11 @@ def test_saved_bytes_are_those_kept_by_autograd(
             assert saved == pytest.approx(kept, rel=0.1), layer.signature
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", others_nightly(FAMILIES))
 def test_linear_flops_are_those_counted_by_torch(family: str) -> None:
     """The predicted FLOPs of matrix products are those that torch counts on the CPU.
+
+    The normal tests count a sample, since `test_family_numbers.py` has the numbers of all families.
 
     On the CPU, torch counts no attention kernels. Experts run one by one, because torch does not
     count grouped products.
