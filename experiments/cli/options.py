@@ -258,8 +258,10 @@ def add_hardware(parser: argparse.ArgumentParser, without: str = "") -> None:
     add_limits(parser)
 
 
-def device_limit(limit: int | None, hardware: HardwareSpec) -> int | None:
-    """Returns the device memory to use, in bytes, for `limit`, the value of `--device-memory`.
+def device_limit(
+    limit: int | None, hardware: HardwareSpec, name: str = "--device-memory"
+) -> int | None:
+    """Returns the device memory to use, in bytes, for `limit`, the value of the option `name`.
 
     The advertised memory of a GPU is more than programs can use. A limit of up to 1.1 times the
     machine's device memory therefore means all of it. Raises UserError for a larger limit. Without
@@ -269,7 +271,7 @@ def device_limit(limit: int | None, hardware: HardwareSpec) -> int | None:
         return None
     if limit > _ADVERTISED_RATIO * hardware.device_bytes:
         raise UserError(
-            "--device-memory",
+            name,
             found=format_bytes(limit),
             allowed=f"at most {format_bytes(hardware.device_bytes)}, which is what programs can use"
             f" of the GPU memory of {hardware.title or hardware.name}",

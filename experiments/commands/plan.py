@@ -278,6 +278,8 @@ def _changed(args: argparse.Namespace) -> tuple[list[Choice], HardwareSpec]:
         if os.path.exists(folder / name)
     }
     plan = msgspec.structs.replace(changed(plan, values), **moved)
+    limit = options.device_limit(plan.device_limit_bytes, hardware, "--set device_memory")
+    plan = msgspec.structs.replace(plan, device_limit_bytes=limit)
     with file_arguments.naming(args.source_plan):
         _refuse_unread(plan, values)
         choice = assess(plan, costs_of(plan, hardware))

@@ -65,6 +65,10 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     are copied to the device. Overrides the fields above."""
 
 
+_MOST_SLOTS = 4096
+"""The most buffers of a kind. A plan with millions of them would take minutes to lower."""
+
+
 class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Numbers that a policy reads and the planner chooses. Raises UserError if one is out of range.
 
@@ -108,24 +112,23 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Where the data of layers is kept."""
 
     def __post_init__(self) -> None:
-        for field, least in (
-            ("weight_slots", 1),
-            ("gradient_slots", 1),
-            ("gradient_staging", 0),
-            ("chunk_bytes", 4096),
-            ("checkpoint_interval", 1),
-            ("state_slots", 1),
-            ("micro_batch_group", 1),
-            ("exchange_bytes", 0),
+        for field, least, most in (
+            ("weight_slots", 1, _MOST_SLOTS),
+            ("gradient_slots", 1, _MOST_SLOTS),
+            ("gradient_staging", 0, _MOST_SLOTS),
+            ("chunk_bytes", 4096, 2**40),
+            ("checkpoint_interval", 1, 2**40),
+            ("state_slots", 1, _MOST_SLOTS),
+            ("micro_batch_group", 1, 2**40),
+            ("exchange_bytes", 0, 2**40),
         ):
-            if not least <= getattr(self, field) <= 2**40:
+            if not least <= getattr(self, field) <= most:
+                default = getattr(Knobs(), field)
                 raise UserError(
                     f"knobs: {field}",
                     found=getattr(self, field),
-                    allowed=f"{least} to {2**40}",
-                    fix="leave it out"
-                    if field == "exchange_bytes"
-                    else f"set {field} = {max(least, 1)}",
+                    allowed=f"{least} to {most}",
+                    fix="leave it out" if field == "exchange_bytes" else f"set {field} = {default}",
                 )
         for field in ("weights_ahead", "rebuild_outputs"):
             if getattr(self, field) not in (0, 1):

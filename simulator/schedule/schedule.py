@@ -6,6 +6,7 @@ import functools
 import hashlib
 import itertools
 from collections.abc import Collection
+from pathlib import PurePath
 from typing import NamedTuple
 
 import msgspec
@@ -98,9 +99,11 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @functools.cached_property
     def digest(self) -> str:
         """A hash of the whole program, 16 hexadecimal digits. Two schedules with the same digest
-        are equal.
+        are equal, except that a policy from a file may be in another folder.
         """
-        return hashlib.sha256(self.to_text().encode()).hexdigest()[:16]
+        text = self.to_text().removeprefix(f"schedule {self.policy}")
+        named = f"schedule {PurePath(self.policy).name}{text}"
+        return hashlib.sha256(named.encode()).hexdigest()[:16]
 
     @functools.cached_property
     def compiled(self) -> IndexedSchedule:

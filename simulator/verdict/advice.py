@@ -285,7 +285,9 @@ class Adviser:
         if fastest is None or (size := rounded_up(fastest.account.host_peak_bytes)) <= least:
             return []
         return [
-            msgspec.structs.replace(entry, note="more host memory gains nothing")
+            msgspec.structs.replace(
+                entry, note="more host memory gains nothing at this micro-batch"
+            )
             for entry in self._memory({"host": size}, choice=fastest)
         ]
 

@@ -202,7 +202,10 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     classes: dict[str, dict[str, int]]
     """Place (`device` or `host`) -> class of data -> bytes."""
     calibrated: str
-    """Date of the calibration. Empty if costs come from datasheet rates."""
+    """Date of the calibration. Empty if costs come from datasheet rates, or from a cost model from
+    outside the package."""
+    cost_model: str = ""
+    """The cost model from outside the package, or an empty text."""
     measured_by_others: str = ""
     """Date on which others measured the machine's rates. Empty if they are estimates, or if the
     machine was calibrated."""
@@ -340,7 +343,8 @@ def summarize(
         host_limit_bytes=account.host_limit_bytes,
         pools=dict(account.pools),
         classes=account.classes,
-        calibrated=hardware.costs.date if hardware.costs else "",
+        calibrated=hardware.costs.date if hardware.costs and not hardware.cost_model else "",
+        cost_model=hardware.cost_model,
         measured_by_others="" if hardware.costs else hardware.measured_by_others,
         gpus_measured=several.gpus if several else 0,
         gpus_measured_date=several.date if several else "",

@@ -223,6 +223,8 @@ def rates_source(verdict: Verdict) -> str:
     several. For a calibrated machine, it also says if there is no range because this number of GPUs
     was not measured together, or because several hosts were not measured.
     """
+    if verdict.cost_model:
+        return f"by the cost model {verdict.cost_model}"
     known = verdict.gpus_measured
     several = f"{known} GPUs together {verdict.gpus_measured_date}" if known else ""
     if verdict.calibrated:

@@ -361,7 +361,17 @@ def _advice(verdict: Verdict, width: int) -> list[str]:
     table = layout.rows([suggestion(entry) for entry in shown], width)
     if verdict.feasible:
         return ["Faster" + table[0][6:], *table[1:]]
-    return ["What would do" if shown[0].fits else "What would help", *table]
+    note = (
+        labelled(
+            "",
+            f"speeds are those of {step_tokens(verdict.workload)}; without --batch, these"
+            " changes choose a larger micro-batch if one fits, and are faster",
+            width,
+        )
+        if verdict.batch_chosen and shown[0].fits
+        else []
+    )
+    return ["What would do" if shown[0].fits else "What would help", *table, *note]
 
 
 def suggestion(entry: Suggestion) -> tuple[str, ...]:

@@ -91,6 +91,8 @@ def test_paths_in_the_plan_are_relative_to_the_new_one(workplace: Path, command:
             "policy overlapped does not read with one GPU",
             "leave it out",
         ),
+        (("--set", "device_memory=1000TiB"), "1000.00 TiB", "leave it out to use all of it"),
+        (("--set", "weight_slots=4097"), "4097", "set weight_slots = 2"),
         (("--batch", 3), "--batch as well", "--set KEY=VALUE"),
         (("--hardware", "h200"), "--hardware as well", "--set KEY=VALUE"),
         (("tiny",), "MODEL as well", "--set KEY=VALUE"),

@@ -488,3 +488,17 @@ def test_a_model_whose_layers_were_not_measured_is_noted() -> None:
     assert note.startswith("the layers of this model were not measured on this machine; ")
     assert options.machine_notes(measured, ModelSpec.load("llama-3.1-8b")) == []
     assert options.machine_notes(HardwareSpec.load("h200"), ModelSpec.load("mistral-7b")) == []
+
+
+def test_speeds_of_a_batch_that_was_not_given_are_those_of_that_batch() -> None:
+    """Without `--batch`, a change that makes the model fit also chooses a larger micro-batch."""
+    chosen = msgspec.structs.replace(FAILS, batch_chosen=True)
+    note = "speeds are those of 1 x 65,536 tokens; without --batch, these changes choose a larger"
+    assert note in flat(verdict_text.text(chosen))
+    assert note not in flat(verdict_text.text(FAILS))
+
+
+def test_a_cost_model_from_outside_is_named_and_is_not_a_measurement() -> None:
+    shown = flat(verdict_text.text(changed(cost_model="half_link.py"), why=True))
+    assert "by the cost model half_link.py" in shown
+    assert "measured 20" not in shown

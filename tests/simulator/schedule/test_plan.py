@@ -56,8 +56,8 @@ workloads = st.builds(
 )
 knobs = st.builds(
     Knobs,
-    weight_slots=size,
-    gradient_slots=size,
+    weight_slots=st.integers(1, 4096),
+    gradient_slots=st.integers(1, 4096),
     gradient_staging=st.integers(0, 99),
     chunk_bytes=st.integers(4096, 2**40),
     checkpoint_interval=size,
@@ -248,7 +248,7 @@ GONE = object()
         (
             "knobs.weight_slots",
             0,
-            ["knobs: weight_slots: ", "found 0", "allowed: 1 to ", "fix: set weight_slots = 1"],
+            ["knobs: weight_slots: ", "found 0", "allowed: 1 to ", "fix: set weight_slots = 2"],
         ),
         (
             "knobs.gradient_staging",
@@ -263,7 +263,12 @@ GONE = object()
         (
             "knobs.chunk_bytes",
             1,
-            ["knobs: chunk_bytes: ", "found 1", "allowed: 4096 to ", "fix: set chunk_bytes = 4096"],
+            [
+                "knobs: chunk_bytes: ",
+                "found 1",
+                "allowed: 4096 to ",
+                "fix: set chunk_bytes = 67108864",
+            ],
         ),
         (
             "knobs.exchange_bytes",
