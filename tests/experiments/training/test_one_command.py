@@ -24,6 +24,7 @@ from megatrain.simulator.planner.search import search
 from megatrain.simulator.schedule.plan import Plan
 
 TRAIN = ("train", "tiny", "--data", "chat.jsonl", "--out", "run", "--device", "cpu")
+GRADIENTS = ("--dtype", "bf16", "--policy", "overlapped", "--gradients", "8bit")
 HARDWARE = ("--hardware", "h200", "--dtype", "fp32", "--policy", "resident")
 
 
@@ -85,7 +86,7 @@ def test_a_model_and_data_give_a_trained_model(
 def test_a_library_name_with_options_instead_of_choices(command: Any) -> None:
     config = json.loads(Path("tiny/config.json").read_text())
     Path("shape.json").write_text(json.dumps(config))
-    asked = ("--seq", 32, "--tokens-per-step", 70, "--accumulation", 2, "--steps", 2)
+    asked = ("--seq", 32, "--tokens-per-step", 64, "--accumulation", 2, "--steps", 2)
     words = ("train", "shape.json", "--data", "corpus", "--out", "run", "--init", "random")
     outcome = command(*words, *HARDWARE, *asked, "--device", "cpu")
     assert (outcome.status, outcome.err) == (0, "")
@@ -94,6 +95,16 @@ def test_a_library_name_with_options_instead_of_choices(command: Any) -> None:
     work = plan.workload
     assert (work.batch, work.sequence, work.accumulation, plan.policy) == (1, 32, 2, "resident")
     assert plan.hardware == "h200"
+
+
+@pytest.mark.usefixtures("place")
+def test_tokens_a_step_are_rounded_aloud_to_a_sequence_that_was_chosen(command: Any) -> None:
+    outcome = command(*TRAIN, *HARDWARE, "--tokens-per-step", 150, "--steps", 1, "--no-export")
+    assert (outcome.status, outcome.err) == (0, "")
+    line = "\n--tokens-per-step: asked 150, uses 128, in whole sequences\n"
+    assert outcome.out.count(line) == 1
+    assert "\n2 x 64 tokens a step, " in outcome.out
+    assert Plan.load(Path("run/plan.toml")).workload.step_tokens == 128
 
 
 @pytest.mark.usefixtures("place")
@@ -173,6 +184,28 @@ def test_a_model_that_does_not_fit_gives_a_verdict_and_an_exit_status(command: A
             (*TRAIN, "--batch", 1, "--accumulation", 1, "--tokens-per-step", 64),
             "--tokens-per-step: found --batch and --accumulation as well; allowed: at most two",
         ),
+        (
+            (*TRAIN, "--seq", 256, "--tokens-per-step", 7),
+            "--tokens-per-step: found 7; allowed: whole sequences of 256 tokens; fix: use 256, or",
+        ),
+        (
+            (*TRAIN, "--seq", 128, "--batch", 3, "--tokens-per-step", 1000),
+            "--tokens-per-step: found 1000; allowed: whole sequences of 128 tokens; fix: use 1024",
+        ),
+        (
+            (*TRAIN, "--seq", 128, "--batch", 3, "--tokens-per-step", 1024),
+            "--tokens-per-step: found 1024; allowed: whole micro-batches, so a multiple of 3 x 128"
+            " tokens; fix: use 1152, or change --batch",
+        ),
+        (
+            (*TRAIN, "--seq", 64, "--accumulation", 3, "--tokens-per-step", 256),
+            "--tokens-per-step: found 256; allowed: whole micro-batches, so a multiple of 192"
+            " tokens; fix: use 192, or change --accumulation",
+        ),
+        (
+            (*TRAIN, "--seq", 64, "--batch", 2, *GRADIENTS, "--tokens-per-step", 256),
+            "--tokens-per-step: found 256; allowed: 128, one micro-batch of 2 x 64 tokens, because",
+        ),
         (("train", "tiny", "--out", "run"), "train: found no --data"),
         (
             (*TRAIN, "--hardware", "h200", "--recalibrate"),
@@ -209,6 +242,7 @@ def test_mistakes_give_one_line_errors_before_anything_is_measured(
     [
         ("tiny/model.safetensors", (), "tiny/model.safetensors: found "),
         ("chat.jsonl", (), "chat.jsonl: found no row"),
+        ("", ("--tokens-per-step", 7), "found 7; allowed: whole sequences of 64 tokens; fix: use"),
         ("", ("--tokens-per-step", "1M"), "100 rows of 64 tokens; allowed: at least the 15,625 "),
     ],
 )
