@@ -271,6 +271,8 @@ def plan_file(args: argparse.Namespace, config: Config) -> Iterator[Path]:
     _show(best, hardware, choice.steps(config), kernel_chosen=args.attention is None)
     if not best.feasible:
         raise _does_not_fit(best, hardware)
+    if args.hardware and (warning := other_machine(hardware, device)):
+        print(fitted(warning), flush=True)
     with tempfile.TemporaryDirectory(prefix="megatrain-") as place:
         plan = Path(place) / "plan.toml"
         best.plan.save(plan)
@@ -476,6 +478,28 @@ def _show(best: Choice, hardware: HardwareSpec, steps: int, *, kernel_chosen: bo
         print(f"note: {verdict.eager}", flush=True)
     if kernel := verdict_text.kernel(verdict):
         print(fitted(f"note: {kernel}"), flush=True)
+
+
+def other_machine(hardware: HardwareSpec, device: torch.device) -> str:
+    """Returns a warning that `device` is not that of the planned machine, or an empty text.
+
+    A calibration is known by the name of the device that was measured, and a datasheet by the names
+    that the driver reports. A datasheet without such names may be that of any GPU, but of no CPU.
+    """
+    from megatrain.runtime.machine import describe
+
+    here = str(describe(device)["device"])
+    known = (hardware.costs.measured_on,) if hardware.costs else hardware.gpu_names
+    if device.type == "cpu":  # the end of the name was another one in earlier versions
+        here, _, _ = here.rpartition(", ")
+        known = tuple(name.rpartition(", ")[0] for name in known)
+    if here in known or (device.type == "cuda" and not known):
+        return ""
+    on_cpu = " without a GPU" if device.type == "cpu" else ""
+    return (
+        f"warning: the plan is for another machine, {hardware.title or hardware.name}; speed and"
+        f" memory may differ here, on {here}{on_cpu}"
+    )
 
 
 def planned_time(seconds: float) -> str:

@@ -107,6 +107,32 @@ def test_tokens_a_step_are_rounded_aloud_to_a_sequence_that_was_chosen(command: 
     assert Plan.load(Path("run/plan.toml")).workload.step_tokens == 128
 
 
+@pytest.mark.usefixtures("place", "fast_calibration")
+def test_a_plan_for_another_machine_is_said_before_the_first_step(command: Any) -> None:
+    said = "warning: the plan is for another machine, H200; speed and memory may differ here, on "
+    steps = ("--policy", "sequential", "--steps", 1, "--no-export")
+    outcome = command(*TRAIN, *HARDWARE[:4], *steps)
+    assert (outcome.status, outcome.err) == (0, "")
+    text = " ".join(outcome.out.split())
+    assert text.count(said) == 1
+    assert text.index(said) < text.index("step 1")
+    for name, hardware in (("own", ()), ("again", ("--hardware", "own/hardware.toml"))):
+        outcome = command(*TRAIN[:5], name, *TRAIN[6:], *hardware, *steps)
+        assert (outcome.status, outcome.err) == (0, "")
+        assert "another machine" not in " ".join(outcome.out.split())
+
+
+def test_a_machine_is_known_by_the_name_of_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from megatrain.runtime import machine as this_machine
+
+    gpu, h200 = torch.device("cuda"), HardwareSpec.load("h200")
+    for name, other in ((h200.gpu_names[0], False), ("NVIDIA GeForce RTX 4090", True)):
+        monkeypatch.setattr(this_machine, "describe", lambda _, name=name: {"device": name})
+        assert bool(prepare.other_machine(h200, gpu)) == other
+
+
 @pytest.mark.usefixtures("place")
 @pytest.mark.parametrize(("kernel", "expected"), [("flash", "flash"), ("cudnn", None)])
 def test_the_fastest_attention_kernel_is_chosen_if_the_device_has_it(
