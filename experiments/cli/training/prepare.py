@@ -81,7 +81,8 @@ def describe(parser: argparse.ArgumentParser) -> None:
 def names_model(args: argparse.Namespace) -> bool:
     """Returns whether the first argument is a model, for which a plan must be made.
 
-    Raises UserError for a model with --resume, and for options of planning with a plan.
+    Raises UserError for a model with --resume, and for options of planning with a plan. If
+    --resume names no run, the error says this instead.
     """
     first: Path | None = args.plan
     model = first is not None and (
@@ -90,6 +91,8 @@ def names_model(args: argparse.Namespace) -> bool:
         or not (first.suffix == ".toml" or os.path.exists(first))
     )
     if model and args.resume is not None:
+        fix = f"check the path, and leave {first} out; or start a new run, without --resume"
+        file_arguments.refuse_no_run(args.resume, fix)
         raise UserError(
             "train --resume",
             found=f"a model, {first}",

@@ -201,7 +201,21 @@ def test_a_model_that_does_not_fit_gives_a_verdict_and_an_exit_status(command: A
             ("train", "tiny", "--data", "corpus", "--out", "run", "--hardware", "h2000"),
             "hardware h2000: found no such file",
         ),
-        (("train", "tiny", "--resume", "run"), "train --resume: found a model, tiny"),
+        (("train", "tiny", "--resume", "old"), "train --resume: found a model, tiny"),
+        (("train", "tiny", "--resume", "nothere"), "megatrain: nothere: found no such folder; all"),
+        (
+            ("train", "llama", "--data", "corpus", "--resume", "nothere"),
+            "megatrain: nothere: found no such folder; allowed: the folder of a run that has"
+            " started; fix: check the path, and leave llama out",
+        ),
+        *(
+            (
+                (*TRAIN, "--betas", text),
+                f"--betas: found {found}; allowed: two numbers in brackets; fix: write it like"
+                " --betas [0.9,0.99]",
+            )
+            for text, found in (("0.9,0.99", "`str`"), ("[0.9]", "1"), ("[0.9,0.9,0.9]", "3"))
+        ),
         (
             ("train", "plan.toml", "--data", "corpus", "--out", "run", "--epochs", 1, "--seq", 64),
             "train: --seq: found a plan, which has this already; allowed: `train MODEL`",
@@ -251,6 +265,8 @@ def test_mistakes_give_one_line_errors_before_anything_is_measured(
 
     monkeypatch.setattr(prepare, "plan_file", None)
     (workplace / "empty").mkdir()
+    (workplace / "old").mkdir()
+    (workplace / "old" / "config.toml").touch()
     (workplace / "weightless").mkdir()
     (workplace / "weightless" / "config.json").write_bytes(
         (workplace / "tiny" / "config.json").read_bytes()
