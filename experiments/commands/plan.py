@@ -268,7 +268,8 @@ def _changed(args: argparse.Namespace) -> tuple[list[Choice], HardwareSpec]:
         if name == "network":
             values[name] = options.real("--set network", 0.001)(value)
             continue
-        key, (values[key],) = axis(name, [value], "--set")
+        others = ("gpus", "hosts", "network")
+        key, (values[key],) = axis(name, [value], "--set", others=others, verb="plan")
     plan = file_arguments.plan_of(args.source_plan)
     hardware = file_arguments.hardware_of(args.source_plan, plan.hardware)
     folder, before = args.source_plan.parent, plan

@@ -277,6 +277,10 @@ def config_of(args: argparse.Namespace) -> Config:
             raise
         allowed = str(error.allowed).replace("`float`", "a number").replace("`int`", "a number")
         fix = f"correct this value, or leave {option_of(key)} out for the default"
+        if key == "optimizer.betas":
+            allowed = allowed.replace("`array` of length 2", "`array`")
+            allowed = allowed.replace("`array`", "two numbers in brackets")
+            fix = "write it like --betas [0.9,0.99]"
         raise UserError(option_of(key), found=error.found, allowed=allowed, fix=fix) from None
     if not config.data.data:
         raise UserError(

@@ -74,19 +74,35 @@ def read_grids(path: Path) -> list[Axes]:
     return [dict(axis(name, values, str(path)) for name, values in grid.items()) for grid in found]
 
 
-def axis(name: str, values: Sequence[Any], where: str) -> tuple[str, tuple[Any, ...]]:
+def axis(
+    name: str,
+    values: Sequence[Any],
+    where: str,
+    *,
+    others: tuple[str, ...] = (),
+    verb: str = "sweep",
+) -> tuple[str, tuple[Any, ...]]:
     """Returns the full name and the converted values of an axis. The given values are texts or TOML
-    values. Raises UserError for an unknown name or a value that the axis cannot have. `where` names
-    the source in the error.
+    values.
+
+    Args:
+        name: the name of the axis, or its alias.
+        values: the values.
+        where: names the source in an error.
+        others: names that the command accepts beside the axes. An error lists them, too.
+        verb: the command whose help an error names.
+
+    Raises UserError for an unknown name or a value that the axis cannot have.
     """
     name = _ALIASES.get(name, name)
     if name not in AXES:
+        *first, last = (*_LIMITS, *others)
+        listed = ", ".join(first)
         raise UserError(
             where,
             found=f"{name!r}",
-            allowed="policy, a knob, placement.CLASS, a field of the workload, device_memory or"
-            " host_memory",
-            fix=suggestion(name, AXES, "see `megatrain sweep --help`"),
+            allowed=f"policy, a knob, placement.CLASS, a field of the workload, {listed} or {last}",
+            fix=suggestion(name, (*AXES, *others), f"see `megatrain {verb} --help`"),
         )
     if not values:
         raise UserError(

@@ -39,8 +39,8 @@ _CHOSEN = {
     "--batch": "sequences per micro-batch (default: the fastest)",
     "--accumulation": "micro-batches per optimizer step (default: the fastest)",
     "--dtype": "dtype that layers compute in (default: bf16 on a GPU, fp32 on a CPU)",
-    "--tokens-per-step": "tokens per optimizer step, rounded to whole sequences (default: 32768,"
-    " or fewer if an epoch would have less than 20 steps)",
+    "--tokens-per-step": "tokens per optimizer step, in whole sequences; rounded to them only if"
+    " --seq is chosen (default: 32768, or fewer if an epoch would have less than 20 steps)",
     "--policy": "a scheduling policy, a .py file that defines one, or `best` for the fastest"
     " (default)",
 }
@@ -81,7 +81,8 @@ def describe(parser: argparse.ArgumentParser) -> None:
 def names_model(args: argparse.Namespace) -> bool:
     """Returns whether the first argument is a model, for which a plan must be made.
 
-    Raises UserError for a model with --resume, and for options of planning with a plan.
+    Raises UserError for a model with --resume, and for options of planning with a plan. If
+    --resume names no run, the error says this instead.
     """
     first: Path | None = args.plan
     model = first is not None and (
@@ -90,6 +91,8 @@ def names_model(args: argparse.Namespace) -> bool:
         or not (first.suffix == ".toml" or os.path.exists(first))
     )
     if model and args.resume is not None:
+        fix = f"check the path, and leave {first} out; or start a new run, without --resume"
+        file_arguments.refuse_no_run(args.resume, fix)
         raise UserError(
             "train --resume",
             found=f"a model, {first}",
@@ -199,9 +202,36 @@ def _refuse_workload(args: argparse.Namespace, model: ModelSpec) -> None:
         state=EXACT if args.state == ANY else args.state,
     )
     options.workload(complete, model, quiet=True)
+    if args.seq and args.tokens_per_step:
+        _refuse_broken_step(args, args.tokens_per_step)
     optimizer.find(args.optimizer)
     if args.policy not in ("best", "all"):
         policies.find(args.policy)
+
+
+def _refuse_broken_step(args: argparse.Namespace, tokens: int) -> None:
+    """Raises UserError unless `tokens` are a step of whole sequences of `args.seq` tokens, and of
+    whole micro-batches if `args.batch` or `args.accumulation` is given.
+    """
+    from megatrain.simulator.model.workload import Workload
+    from megatrain.simulator.planner.batch_splits import splits
+
+    splits(Workload(batch=1, sequence=args.seq), tokens)  # refuses broken sequences, as `check`
+    option, count = ("--batch", args.batch) if args.batch else ("--accumulation", args.accumulation)
+    unit = (count or 1) * args.seq
+    # Gradients in 8 bits cannot be accumulated over micro-batches.
+    single = bool(args.batch) and args.gradients != "exact"
+    if tokens == unit or not (single or tokens % unit):
+        return
+    steps = f"{args.batch} x {args.seq} tokens" if args.batch else f"{unit} tokens"
+    raise UserError(
+        "--tokens-per-step",
+        found=tokens,
+        allowed=f"{unit}, one micro-batch of {steps}, because of --gradients {args.gradients}"
+        if single
+        else f"whole micro-batches, so a multiple of {steps}",
+        fix=f"use {unit if single else max(round(tokens / unit), 1) * unit}, or change {option}",
+    )
 
 
 @contextlib.contextmanager
@@ -244,6 +274,8 @@ def plan_file(args: argparse.Namespace, config: Config) -> Iterator[Path]:
     _show(best, hardware, choice.steps(config), kernel_chosen=args.attention is None)
     if not best.feasible:
         raise _does_not_fit(best, hardware)
+    if args.hardware and (warning := other_machine(hardware, device)):
+        print(fitted(warning), flush=True)
     with tempfile.TemporaryDirectory(prefix="megatrain-") as place:
         plan = Path(place) / "plan.toml"
         best.plan.save(plan)
@@ -300,10 +332,10 @@ def _choose(
     asked.documents = workload.documents
     packing = config.data.packing or ("documents" if workload.documents else "plain")
     rows = Corpus(documents, workload, seed=config.training.seed, packing=packing, where=where).rows
-    if asked.tokens_per_step:
-        step_rows = max(round(asked.tokens_per_step / asked.seq), 1)
-    else:
-        step_rows = chosen_rows(rows, asked.seq)
+    tokens = asked.tokens_per_step
+    if tokens and tokens < asked.seq:
+        _refuse_broken_step(asked, tokens)
+    step_rows = max(round(tokens / asked.seq), 1) if tokens else chosen_rows(rows, asked.seq)
     if batch or accumulation:
         asked.batch = batch or max(step_rows // accumulation, 1)
         # Gradients in 8 bits cannot be accumulated over micro-batches.
@@ -312,6 +344,8 @@ def _choose(
         asked.tokens_per_step, step_rows = None, asked.batch * asked.accumulation
     else:
         asked.tokens_per_step = step_rows * asked.seq
+    if tokens and tokens != (used := step_rows * asked.seq):  # only if the sequence was chosen
+        print(fitted(f"--tokens-per-step: asked {tokens:,}, uses {used:,}, in whole sequences"))
     if step_rows > rows:
         raise UserError(
             where,
@@ -447,6 +481,28 @@ def _show(best: Choice, hardware: HardwareSpec, steps: int, *, kernel_chosen: bo
         print(f"note: {verdict.eager}", flush=True)
     if kernel := verdict_text.kernel(verdict):
         print(fitted(f"note: {kernel}"), flush=True)
+
+
+def other_machine(hardware: HardwareSpec, device: torch.device) -> str:
+    """Returns a warning that `device` is not that of the planned machine, or an empty text.
+
+    A calibration is known by the name of the device that was measured, and a datasheet by the names
+    that the driver reports. A datasheet without such names may be that of any GPU, but of no CPU.
+    """
+    from megatrain.runtime.machine import describe
+
+    here = str(describe(device)["device"])
+    known = (hardware.costs.measured_on,) if hardware.costs else hardware.gpu_names
+    if device.type == "cpu":  # the end of the name was another one in earlier versions
+        here, _, _ = here.rpartition(", ")
+        known = tuple(name.rpartition(", ")[0] for name in known)
+    if here in known or (device.type == "cuda" and not known):
+        return ""
+    on_cpu = " without a GPU" if device.type == "cpu" else ""
+    return (
+        f"warning: the plan is for another machine, {hardware.title or hardware.name}; speed and"
+        f" memory may differ here, on {here}{on_cpu}"
+    )
 
 
 def planned_time(seconds: float) -> str:

@@ -40,7 +40,9 @@ def read(file: Path) -> Iterator[tuple[int, dict[str, str] | str]]:
                         f"data {file}",
                         found=f"{reason} in the header",
                         allowed="CSV in UTF-8",
-                        fix="write the file again",
+                        fix="write the file again"
+                        if isinstance(error, csv.Error)
+                        else "convert it to UTF-8",
                     ) from None
                 yield line, reason
                 continue

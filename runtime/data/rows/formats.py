@@ -86,17 +86,25 @@ class BadRows:
         return tuple(self._kinds.values())[:_SHOWN]
 
 
+def encoding_fix(reason: str) -> str:
+    """Returns the fix for a row that was left out for `reason`, if its bytes are not UTF-8.
+    Otherwise, returns an empty text.
+    """
+    return "convert it to UTF-8" if reason.endswith(("invalid UTF-8", "not UTF-8")) else ""
+
+
 def describe_bad_rows(count: int, shown: tuple[tuple[str, int], ...]) -> str:
     """Returns a line that describes `count` bad rows, with the examples `shown`."""
     kinds = [
         f"{row}{f' (and {number - 1:,} more like it)' if number > 1 else ''}"
         for row, number in shown
     ]
+    fix = next(filter(None, (encoding_fix(row) for row, _ in shown)), "")
     others = count - sum(number for _, number in shown)
     kinds += [f"{others:,} for other reasons"] if others else []
     return (
         f"{count:,} bad row{'' if count == 1 else 's'} left out, the first of each kind:"
-        f" {'; '.join(kinds)}"
+        f" {'; '.join(kinds)}{fix and f'; fix: {fix}'}"
     )
 
 

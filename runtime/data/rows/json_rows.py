@@ -78,8 +78,12 @@ def _leniently(line: bytes, columns: Columns, reason: str) -> dict[str, Any] | s
     Python's json also accepts NaN, Infinity and unpaired surrogates. They are allowed in other
     columns than `columns`.
     """
+    if b"\0" in line[:4]:  # UTF-16, because JSON in UTF-8 does not begin with such a byte
+        return "text in UTF-16, not UTF-8"
     try:
         return _checked(json.loads(line.decode()), columns)
+    except UnicodeDecodeError:
+        return "invalid UTF-8"
     except (ValueError, RecursionError):
         return f"invalid JSON: {reason}"
 
@@ -132,13 +136,13 @@ class _Text:
         self._decoder = json.JSONDecoder()
         self._text, self._at, self._ended = "", 0, False
 
-    def broken(self, found: str) -> UserError:
+    def broken(self, found: str, fix: str = "write the file again") -> UserError:
         """Returns the error for an invalid file, in which `found` was found."""
         return UserError(
             f"data {self._file}",
             found=found,
             allowed="one array of objects, or one object per line",
-            fix="write the file again",
+            fix=fix,
         )
 
     def next(self) -> str:
@@ -187,5 +191,5 @@ class _Text:
         try:
             more = self._reader.read(size := max(_CHUNK, len(rest)), size)
         except UnicodeDecodeError:
-            raise self.broken("invalid UTF-8") from None
+            raise self.broken("invalid UTF-8", "convert it to UTF-8") from None
         self._text, self._at, self._ended = rest + more, 0, not more

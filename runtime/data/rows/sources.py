@@ -46,7 +46,7 @@ COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 _NEVER_COMPRESSED = ("parquet", "arrow")  # these formats compress their own columns
 EVALUATION_SPLITS = ("validation", "test", "train")
 """Splits for evaluation, the preferred first, unless the options name one."""
-_WEIGHT = re.compile(r"(.+):(\d+\.?\d*|\.\d+)", re.DOTALL)
+_WEIGHT = re.compile(r"(.+):(-?\d+\.?\d*|-?\.\d+)", re.DOTALL)
 _LARGEST_WEIGHT = 1000
 _MOST_ENDINGS = 8
 """The maximum number of endings of unread files that a note names."""

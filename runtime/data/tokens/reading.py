@@ -20,7 +20,14 @@ from megatrain.runtime.data.columns import LAYOUTS, Layout, recognize, unknown_c
 from megatrain.runtime.data.corpus.mixture import joined
 from megatrain.runtime.data.documents import TARGET, Documents
 from megatrain.runtime.data.options import DataOptions
-from megatrain.runtime.data.rows.formats import BadRow, BadRows, TextRow, describe_bad_rows, rows
+from megatrain.runtime.data.rows.formats import (
+    BadRow,
+    BadRows,
+    TextRow,
+    describe_bad_rows,
+    encoding_fix,
+    rows,
+)
 from megatrain.runtime.data.rows.sources import DataSource
 from megatrain.runtime.data.tokens import byte_level
 from megatrain.runtime.data.tokens.cache import CacheWriter, TokenSummary, load
@@ -129,8 +136,9 @@ class SourceReader:
             self._on_note(describe_bad_rows(summary.bad, summary.shown))
         for layout, count in summary.elsewhere.items():
             self._on_note(
-                f"{count:,} of these have the columns of {layout}; all rows are read with the"
-                " layout of the first rows, or with that of --columns"
+                f"{count:,} of the rows left out"
+                f" {'has' if count == 1 else 'have'} the columns of {layout}, but every row is read"
+                " with the layout of the first rows, or with that of --columns"
             )
         if summary.largest_id >= self._vocabulary:
             raise UserError(
@@ -224,6 +232,7 @@ def _layout(source: DataSource, options: DataOptions) -> Layout:
                 source,
                 f"no row that can be read, the first {inspected[0]}",
                 "at least one row without such a mistake",
+                encoding_fix(str(inspected[0])),
             )
         )
     raise unknown_columns(f"data {source.path}", columns, options.columns)
@@ -264,6 +273,7 @@ def _tokenize(
                     source,
                     f"no row that can be used, the first {reasons}",
                     "at least one row without such a mistake",
+                    encoding_fix(bad.shown[0][0]),
                 )
             raise _no_data(source, "no text" if count else "no rows")
         summary = TokenSummary(
@@ -325,12 +335,13 @@ def _bad_row(row: str) -> UserError:
         f"bad row {row.partition(': ')[0]}",
         found=row.partition(": ")[2],
         allowed="rows that can be used",
-        fix="correct the row, or run without --strict",
+        fix=encoding_fix(row) or "correct the row, or run without --strict",
     )
 
 
 def _no_data(
-    source: DataSource, found: str, allowed: str = "at least one row with text"
+    source: DataSource, found: str, allowed: str = "at least one row with text", fix: str = ""
 ) -> UserError:
-    """Returns the error for data without a usable row."""
-    return UserError(f"data {source.path}", found=found, allowed=allowed, fix="correct the data")
+    """Returns the error for data without a usable row. `fix` may be empty."""
+    fix = fix or "correct the data"
+    return UserError(f"data {source.path}", found=found, allowed=allowed, fix=fix)

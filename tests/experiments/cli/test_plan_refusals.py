@@ -93,6 +93,21 @@ def test_plan_and_train_refuse_the_same_plan(
     assert message in trained.err
 
 
+@pytest.mark.parametrize(
+    ("name", "fix"), [("foo", "see `megatrain plan --help`"), ("netwrok", "did you mean network?")]
+)
+@pytest.mark.usefixtures("workplace")
+def test_an_unknown_key_of_set_names_all_that_may_be_set(
+    command: Callable[..., Any], name: str, fix: str
+) -> None:
+    outcome = command("plan", "--from", "plan.toml", "--set", f"{name}=1", "--out", "new.toml")
+    assert outcome.status == 2
+    limits = "device_memory, host_memory, gpus, hosts or network"
+    assert f"a field of the workload, {limits}; fix: {fix}" in outcome.err
+    swept = command("sweep", "tiny", "--hardware", "h200", "--over", name, 1, "--out", "sweep")
+    assert "a field of the workload, device_memory or host_memory; fix: " in swept.err
+
+
 def test_weights_are_opened_as_training_opens_them(
     command: Callable[..., Any], changed: Callable[..., Path]
 ) -> None:

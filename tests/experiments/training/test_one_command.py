@@ -24,6 +24,7 @@ from megatrain.simulator.planner.search import search
 from megatrain.simulator.schedule.plan import Plan
 
 TRAIN = ("train", "tiny", "--data", "chat.jsonl", "--out", "run", "--device", "cpu")
+GRADIENTS = ("--dtype", "bf16", "--policy", "overlapped", "--gradients", "8bit")
 HARDWARE = ("--hardware", "h200", "--dtype", "fp32", "--policy", "resident")
 
 
@@ -85,7 +86,7 @@ def test_a_model_and_data_give_a_trained_model(
 def test_a_library_name_with_options_instead_of_choices(command: Any) -> None:
     config = json.loads(Path("tiny/config.json").read_text())
     Path("shape.json").write_text(json.dumps(config))
-    asked = ("--seq", 32, "--tokens-per-step", 70, "--accumulation", 2, "--steps", 2)
+    asked = ("--seq", 32, "--tokens-per-step", 64, "--accumulation", 2, "--steps", 2)
     words = ("train", "shape.json", "--data", "corpus", "--out", "run", "--init", "random")
     outcome = command(*words, *HARDWARE, *asked, "--device", "cpu")
     assert (outcome.status, outcome.err) == (0, "")
@@ -94,6 +95,42 @@ def test_a_library_name_with_options_instead_of_choices(command: Any) -> None:
     work = plan.workload
     assert (work.batch, work.sequence, work.accumulation, plan.policy) == (1, 32, 2, "resident")
     assert plan.hardware == "h200"
+
+
+@pytest.mark.usefixtures("place")
+def test_tokens_a_step_are_rounded_aloud_to_a_sequence_that_was_chosen(command: Any) -> None:
+    outcome = command(*TRAIN, *HARDWARE, "--tokens-per-step", 150, "--steps", 1, "--no-export")
+    assert (outcome.status, outcome.err) == (0, "")
+    line = "\n--tokens-per-step: asked 150, uses 128, in whole sequences\n"
+    assert outcome.out.count(line) == 1
+    assert "\n2 x 64 tokens a step, " in outcome.out
+    assert Plan.load(Path("run/plan.toml")).workload.step_tokens == 128
+
+
+@pytest.mark.usefixtures("place", "fast_calibration")
+def test_a_plan_for_another_machine_is_said_before_the_first_step(command: Any) -> None:
+    said = "warning: the plan is for another machine, H200; speed and memory may differ here, on "
+    steps = ("--policy", "sequential", "--steps", 1, "--no-export")
+    outcome = command(*TRAIN, *HARDWARE[:4], *steps)
+    assert (outcome.status, outcome.err) == (0, "")
+    text = " ".join(outcome.out.split())
+    assert text.count(said) == 1
+    assert text.index(said) < text.index("step 1")
+    for name, hardware in (("own", ()), ("again", ("--hardware", "own/hardware.toml"))):
+        outcome = command(*TRAIN[:5], name, *TRAIN[6:], *hardware, *steps)
+        assert (outcome.status, outcome.err) == (0, "")
+        assert "another machine" not in " ".join(outcome.out.split())
+
+
+def test_a_machine_is_known_by_the_name_of_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from megatrain.runtime import machine as this_machine
+
+    gpu, h200 = torch.device("cuda"), HardwareSpec.load("h200")
+    for name, other in ((h200.gpu_names[0], False), ("NVIDIA GeForce RTX 4090", True)):
+        monkeypatch.setattr(this_machine, "describe", lambda _, name=name: {"device": name})
+        assert bool(prepare.other_machine(h200, gpu)) == other
 
 
 @pytest.mark.usefixtures("place")
@@ -164,7 +201,21 @@ def test_a_model_that_does_not_fit_gives_a_verdict_and_an_exit_status(command: A
             ("train", "tiny", "--data", "corpus", "--out", "run", "--hardware", "h2000"),
             "hardware h2000: found no such file",
         ),
-        (("train", "tiny", "--resume", "run"), "train --resume: found a model, tiny"),
+        (("train", "tiny", "--resume", "old"), "train --resume: found a model, tiny"),
+        (("train", "tiny", "--resume", "nothere"), "megatrain: nothere: found no such folder; all"),
+        (
+            ("train", "llama", "--data", "corpus", "--resume", "nothere"),
+            "megatrain: nothere: found no such folder; allowed: the folder of a run that has"
+            " started; fix: check the path, and leave llama out",
+        ),
+        *(
+            (
+                (*TRAIN, "--betas", text),
+                f"--betas: found {found}; allowed: two numbers in brackets; fix: write it like"
+                " --betas [0.9,0.99]",
+            )
+            for text, found in (("0.9,0.99", "`str`"), ("[0.9]", "1"), ("[0.9,0.9,0.9]", "3"))
+        ),
         (
             ("train", "plan.toml", "--data", "corpus", "--out", "run", "--epochs", 1, "--seq", 64),
             "train: --seq: found a plan, which has this already; allowed: `train MODEL`",
@@ -172,6 +223,28 @@ def test_a_model_that_does_not_fit_gives_a_verdict_and_an_exit_status(command: A
         (
             (*TRAIN, "--batch", 1, "--accumulation", 1, "--tokens-per-step", 64),
             "--tokens-per-step: found --batch and --accumulation as well; allowed: at most two",
+        ),
+        (
+            (*TRAIN, "--seq", 256, "--tokens-per-step", 7),
+            "--tokens-per-step: found 7; allowed: whole sequences of 256 tokens; fix: use 256, or",
+        ),
+        (
+            (*TRAIN, "--seq", 128, "--batch", 3, "--tokens-per-step", 1000),
+            "--tokens-per-step: found 1000; allowed: whole sequences of 128 tokens; fix: use 1024",
+        ),
+        (
+            (*TRAIN, "--seq", 128, "--batch", 3, "--tokens-per-step", 1024),
+            "--tokens-per-step: found 1024; allowed: whole micro-batches, so a multiple of 3 x 128"
+            " tokens; fix: use 1152, or change --batch",
+        ),
+        (
+            (*TRAIN, "--seq", 64, "--accumulation", 3, "--tokens-per-step", 256),
+            "--tokens-per-step: found 256; allowed: whole micro-batches, so a multiple of 192"
+            " tokens; fix: use 192, or change --accumulation",
+        ),
+        (
+            (*TRAIN, "--seq", 64, "--batch", 2, *GRADIENTS, "--tokens-per-step", 256),
+            "--tokens-per-step: found 256; allowed: 128, one micro-batch of 2 x 64 tokens, because",
         ),
         (("train", "tiny", "--out", "run"), "train: found no --data"),
         (
@@ -192,6 +265,8 @@ def test_mistakes_give_one_line_errors_before_anything_is_measured(
 
     monkeypatch.setattr(prepare, "plan_file", None)
     (workplace / "empty").mkdir()
+    (workplace / "old").mkdir()
+    (workplace / "old" / "config.toml").touch()
     (workplace / "weightless").mkdir()
     (workplace / "weightless" / "config.json").write_bytes(
         (workplace / "tiny" / "config.json").read_bytes()
@@ -209,6 +284,7 @@ def test_mistakes_give_one_line_errors_before_anything_is_measured(
     [
         ("tiny/model.safetensors", (), "tiny/model.safetensors: found "),
         ("chat.jsonl", (), "chat.jsonl: found no row"),
+        ("", ("--tokens-per-step", 7), "found 7; allowed: whole sequences of 64 tokens; fix: use"),
         ("", ("--tokens-per-step", "1M"), "100 rows of 64 tokens; allowed: at least the 15,625 "),
     ],
 )

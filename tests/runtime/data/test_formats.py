@@ -102,8 +102,7 @@ def test_a_broken_array_gives_a_one_line_error(tmp_path: Path, content: bytes, r
         UserError,
         match=(
             rf"array\.json: found {reason}.*; allowed: one array of objects, or one object per "
-            rf"line;"
-            r" fix: write the file again"
+            rf"line; fix: {'convert it to UTF-8' if 'UTF-8' in reason else 'write the file again'}"
         ),
     ):
         read(tmp_path / "array.json")
@@ -150,7 +149,8 @@ def test_csv_rows_are_named_by_their_header_and_have_the_line_where_they_begin(
     ] == ["a,b", "x" * 200_000]
     (tmp_path / "rows.csv").write_bytes("text\n".encode("utf-16"))
     with pytest.raises(
-        UserError, match=r"rows\.csv: found invalid UTF-8 in the header; allowed: CSV in UTF-8"
+        UserError,
+        match=r"rows\.csv: found invalid UTF-8 in the header; allowed: CSV in UTF-8; fix: convert",
     ):
         read(tmp_path / "rows.csv")
 

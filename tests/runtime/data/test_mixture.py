@@ -52,7 +52,7 @@ def test_a_file_whose_name_ends_like_a_weight_is_read(tmp_path: Path) -> None:
     assert weighted_path(f"{tmp_path}/rows:2:3") == (tmp_path / "rows:2", 3)
 
 
-@pytest.mark.parametrize("weight", ["0", "0.0", "1001"])
+@pytest.mark.parametrize("weight", ["0", "0.0", "1001", "-1", "-.5"])
 def test_a_weight_out_of_range_gives_a_one_line_error(weight: str) -> None:
     with pytest.raises(UserError, match=rf"^data a\.jsonl: weight: found {weight}; allowed: a num"):
         weighted_path(f"a.jsonl:{weight}")

@@ -301,14 +301,35 @@ def test_rows_with_the_columns_of_another_layout_are_counted(
             " columns of messages (and 1 more like it); " in "\n".join(notes)
         )
         assert (
-            "2 of these have the columns of messages; all rows are read with the layout of the "
-            "first"
-            " rows, or with that of --columns" in notes
+            "2 of the rows left out have the columns of messages, but every row is read with the"
+            " layout of the first rows, or with that of --columns" in notes
         )
         assert (
-            "1 of these have the columns of prompt/completion; all rows are read with the layout of"
-            " the first rows, or with that of --columns" in notes
+            "1 of the rows left out has the columns of prompt/completion, but every row is read"
+            " with the layout of the first rows, or with that of --columns" in notes
         )
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-16", "utf-16-le", "utf-16-be"])
+@pytest.mark.parametrize("strict", [False, True])
+def test_data_in_another_encoding_is_to_be_converted(
+    opened: Callable[..., Any], tmp_path: Path, encoding: str, *, strict: bool
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes('{"text": "zölf"}\n{"text": "zwölf"}\n'.encode(encoding))
+    with pytest.raises(UserError, match=r"(not|invalid) UTF-8") as caught:
+        opened(path, strict=strict)
+    assert caught.value.fix == "convert it to UTF-8"
+
+
+def test_a_note_on_rows_in_another_encoding_has_the_fix(
+    opened: Callable[..., Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"text": "hello"}\n' * 99 + b'{"text": "z\xf6lf"}\n{"text": 1}\n')
+    line = next(note for note in opened(path)[2] if "left out" in note)
+    assert f"{path}:100: invalid UTF-8; " in line
+    assert line.endswith("; fix: convert it to UTF-8")
 
 
 def test_text_files_are_documents(opened: Callable[..., Any], tmp_path: Path) -> None:
