@@ -239,4 +239,4 @@ def run(args: argparse.Namespace) -> int:
         )
         pictures = draw(rows, args.out / "sweep", title, caption)
         print("wrote " + " and ".join(map(str, pictures)))
-    return 0
+    return 1 if all(row.decided_by == "refused" for row in rows) else 0

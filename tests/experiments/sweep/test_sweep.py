@@ -510,7 +510,7 @@ def test_a_run_that_fails_says_why(command: Any, monkeypatch: pytest.MonkeyPatch
         "--out",
         "swept",
     )
-    assert outcome.status == 0
+    assert outcome.status == 1
     assert "1 plans: 1 refused\n  refused, 1 plans: out of luck" in outcome.out
     assert not Path("swept/sweep.png").exists()
 
