@@ -255,7 +255,7 @@ def draw(results: Results) -> Drawn:
             f"{inside} of {len(found)} cases are within 3 %. Device peaks are mostly exact; without"
             f" them, {inside_hard} of {len(hard)} are. The median errors are: {text}. Our"
             f" calibrated steps are within {max(errors[OURS]):.1%}. Steps held out of the"
-            f" calibration are within {max(errors.get(HELD_OUT, [0])):.1%} (all of one H200), and"
+            f" calibration are within {max(errors.get(HELD_OUT, [0])):.1%} (each on one H200), and"
             " steps that were not calibrated within"
             f" {max(errors.get(DATASHEET, [0])):.1%}; for most of these the simulator changed"
             " afterwards ([accuracy](../docs/accuracy.md)). Kinds of ops that take little time and"
