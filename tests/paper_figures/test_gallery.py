@@ -347,6 +347,7 @@ def test_every_stored_run_and_benchmark_is_in_the_scatter_and_in_figure_1(tmp_pa
     } >= folders
     # the paper has none of these
     others = {"h200-qwen2.5-7b-fp8", "h200-qwen2.5-7b-muon", "h200-gpt-oss-20b", "h200-x2-depth"}
+    others.add("h200-embedding-kernels")
     long = {  # Table 7 has them
         "h200-long-context",
         "h200-qwen2.5-7b-49152",
