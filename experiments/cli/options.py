@@ -543,12 +543,14 @@ def measured_without_gpu(hardware: HardwareSpec) -> bool:
 
 def machine_notes(hardware: HardwareSpec, model: ModelSpec) -> list[str]:
     """Returns notes for a verdict on `model`: that a part of the RAM stands in for GPU memory, and
-    that the machine was calibrated without the layers of this model, if these are true.
+    that the machine was calibrated without the layers of this model, if these are true. A cost
+    model from outside the package may ignore the calibration.
     """
     from megatrain.runtime.host import WITHOUT_GPU
 
     found = [WITHOUT_GPU] if measured_without_gpu(hardware) else []
-    if (table := hardware.costs) is not None and not any(
+    table = None if hardware.cost_model else hardware.costs
+    if table is not None and not any(
         table.workloads_of(layer.signature) for layer in model.decoders
     ):
         found.append(

@@ -13,6 +13,7 @@ from forget import forget
 from pages import read
 
 from megatrain.experiments.cli import main as cli
+from megatrain.experiments.cli.options import machine_notes
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import Datasheet, cost_model
 from megatrain.simulator.hardware.machine import HardwareSpec
@@ -21,6 +22,7 @@ from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.search import search
 from megatrain.simulator.policies import lower
+from megatrain.simulator.verdict.verdict import summarize
 
 H200 = HardwareSpec.load("h200")
 OUTSIDE = msgspec.structs.replace(FAMILIES["qwen2"])
@@ -122,6 +124,22 @@ def test_a_machine_s_installed_cost_model_predicts(install: Install) -> None:
         for hardware in (slow, usual)
     ]
     assert steps[0] == pytest.approx(2 * steps[1], rel=1e-3)
+
+
+def test_a_calibrated_machine_with_a_cost_model_of_its_own_is_not_called_measured(
+    install: Install,
+) -> None:
+    install("megatrain.cost_models", "doubled", "doubled")
+    results = Path(__file__).parents[2] / "experiments" / "results"
+    measured = HardwareSpec.load(str(results / "h200-heldout" / "hardware.toml"))
+    model = ModelSpec.load("qwen2.5-0.5b")
+    found = []
+    for hardware in (measured, msgspec.structs.replace(measured, cost_model="doubled")):
+        verdict = summarize(search(model, hardware, WORK, policies=["sequential"])[0], hardware)
+        found.append((verdict.calibrated, verdict.cost_model, machine_notes(hardware, model)))
+    (date, none, notes), (no_date, name, no_notes) = found
+    assert (bool(date), none, len(notes)) == (True, "", 1)
+    assert (no_date, name, no_notes) == ("", "doubled", [])
 
 
 @pytest.mark.parametrize(
