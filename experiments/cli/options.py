@@ -259,9 +259,13 @@ def add_hardware(parser: argparse.ArgumentParser, without: str = "") -> None:
 
 
 def device_limit(
-    limit: int | None, hardware: HardwareSpec, name: str = "--device-memory"
+    limit: int | None,
+    hardware: HardwareSpec,
+    name: str = "--device-memory",
+    fix: str = "leave it out to use all of it",
 ) -> int | None:
-    """Returns the device memory to use, in bytes, for `limit`, the value of the option `name`.
+    """Returns the device memory to use, in bytes, for `limit`, the value of the option `name`. An
+    error says how to `fix` it.
 
     The advertised memory of a GPU is more than programs can use. A limit of up to 1.1 times the
     machine's device memory therefore means all of it. Raises UserError for a larger limit. Without
@@ -275,7 +279,7 @@ def device_limit(
             found=format_bytes(limit),
             allowed=f"at most {format_bytes(hardware.device_bytes)}, which is what programs can use"
             f" of the GPU memory of {hardware.title or hardware.name}",
-            fix="leave it out to use all of it",
+            fix=fix,
         )
     return min(limit, hardware.device_bytes)
 

@@ -19,7 +19,7 @@ from megatrain.experiments.cli.verdict import from_options, layout, policy_table
 from megatrain.experiments.cli.verdict import text as verdict_text
 from megatrain.experiments.cli.without_garbage_collection import without_garbage_collection
 from megatrain.simulator.base.errors import DoesNotFit, UserError
-from megatrain.simulator.base.units import counted, format_seconds
+from megatrain.simulator.base.units import counted, exact_size, format_seconds
 
 if TYPE_CHECKING:
     from megatrain.simulator.hardware.machine import HardwareSpec
@@ -279,7 +279,11 @@ def _changed(args: argparse.Namespace) -> tuple[list[Choice], HardwareSpec]:
         if os.path.exists(folder / name)
     }
     plan = msgspec.structs.replace(changed(plan, values), **moved)
-    limit = options.device_limit(plan.device_limit_bytes, hardware, "--set device_memory")
+    where = "--set device_memory"
+    if "device_memory" not in values:
+        where = f"{args.source_plan}: device_limit_bytes"
+    fix = f"write --set device_memory={exact_size(hardware.device_bytes)}, or less"
+    limit = options.device_limit(plan.device_limit_bytes, hardware, where, fix)
     plan = msgspec.structs.replace(plan, device_limit_bytes=limit)
     with file_arguments.naming(args.source_plan):
         _refuse_unread(plan, values)

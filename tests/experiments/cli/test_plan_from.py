@@ -62,6 +62,19 @@ def test_plan_from_repairs_a_plan_edited_by_hand(command: Any) -> None:
     assert command("simulate", "new.toml").status == 0
 
 
+@pytest.mark.usefixtures("workplace")
+def test_a_limit_beyond_the_machine_is_refused_and_the_fix_works(command: Any) -> None:
+    text, limit = Path("plan.toml").read_text(), 2**50
+    edited = re.sub(r"(?m)^device_limit_bytes = .*$", f"device_limit_bytes = {limit}", text)
+    Path("plan.toml").write_text(edited)
+    refused = command(*FROM)
+    assert refused.status == 2
+    assert "plan.toml: device_limit_bytes: found 1024.00 TiB" in refused.err
+    (fix,) = re.findall(r"fix: write (--set \S+), or less", refused.err)
+    assert command(*FROM, *fix.split()).status == 0
+    assert Plan.load(Path("new.toml")).device_limit_bytes < limit
+
+
 def test_paths_in_the_plan_are_relative_to_the_new_one(workplace: Path, command: Any) -> None:
     from megatrain.simulator.hardware import machine
 
@@ -91,7 +104,7 @@ def test_paths_in_the_plan_are_relative_to_the_new_one(workplace: Path, command:
             "policy overlapped does not read with one GPU",
             "leave it out",
         ),
-        (("--set", "device_memory=1000TiB"), "1000.00 TiB", "leave it out to use all of it"),
+        (("--set", "device_memory=1000TiB"), "1000.00 TiB", "write --set device_memory="),
         (("--set", "weight_slots=4097"), "4097", "set weight_slots = 2"),
         (("--batch", 3), "--batch as well", "--set KEY=VALUE"),
         (("--hardware", "h200"), "--hardware as well", "--set KEY=VALUE"),
