@@ -32,8 +32,6 @@ memory."""
 PIECES = tuple(LEAST_PIECE * 2**power for power in range(6))
 """Values of `--token-piece` to try if it is not given (`with_fitting_piece`). Larger ones seldom
 take less time."""
-_LARGER = 2
-"""How many of the largest pieces are tried then."""
 _WORTH = 1.02
 """How many times as long as with pieces a step must take without them, if it fits, before pieces
 are used."""
@@ -267,10 +265,11 @@ def with_fitting_piece(
     and if the model fits only with pieces or is faster with them. If a piece is chosen and
     `--batch` is not given, the micro-batch has one sequence.
 
-    If the model fits without pieces, the larger ones are tried for sequences of `LONG_SEQUENCE`
-    tokens or more if some layers compute their attention twice. With pieces, layers need less
-    memory, so more of them can save their attention, which takes most of the time of a long
-    sequence.
+    If the model fits without pieces, they are tried for sequences of `LONG_SEQUENCE` tokens or more
+    if some layers compute their attention twice. With pieces, layers need less memory, so more of
+    them can save their attention, which takes most of the time of a long sequence. The largest
+    piece is tried first, and smaller ones as long as they are faster or compute the attention of
+    fewer layers twice.
     """
     one_row = options.replaced(args, batch=1)
     sizes = [piece for piece in PIECES if piece < args.seq * (args.batch or 1)]
@@ -284,16 +283,19 @@ def with_fitting_piece(
         if args.seq < LONG_SEQUENCE:
             return args
         whole = _best(without_pieces, hardware, model)
-        if whole.feasible and not _recomputes_attention(whole.plan):
+        if whole.feasible and not _recomputed_attention(whole.plan):
             return args
-        sizes = sizes[-_LARGER:]
+    larger: Choice | None = None
     by_seconds: dict[float, argparse.Namespace] = {}
-    for piece in sizes:
+    for piece in reversed(sizes):
         candidate = options.replaced(args, batch=args.batch or 1, token_piece=piece)
         if _fitting(candidate, hardware, model, (candidate.batch,))[0]:
             best = _best(candidate, hardware, model)
             if best.feasible:
                 by_seconds.setdefault(best.step_seconds, candidate)
+                if larger and not _gains(best, larger):
+                    break
+                larger = best
     if not by_seconds:
         return args
     # The search may find a plan that fits without pieces although `_fitting` does not.
@@ -315,10 +317,19 @@ def _best(args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec) ->
     return choices(args, hardware, model.name, hardware.name, model)[0]
 
 
-def _recomputes_attention(plan: Plan) -> bool:
-    """Returns whether some decoder layers compute their attention again in the backward pass."""
+def _gains(smaller: Choice, larger: Choice) -> bool:
+    """Returns whether a plan with smaller pieces gains speed or memory over one with larger pieces:
+    it is faster, or it computes the attention of fewer layers twice.
+    """
+    return smaller.step_seconds < larger.step_seconds or (
+        _recomputed_attention(smaller.plan) < _recomputed_attention(larger.plan)
+    )
+
+
+def _recomputed_attention(plan: Plan) -> int:
+    """Returns how many decoder layers compute their attention again in the backward pass."""
     saved = plan.placed("saved_activations") | plan.placed("saved_attention")
-    return any(layer.name not in saved for layer in plan.model.decoders)
+    return sum(layer.name not in saved for layer in plan.model.decoders)
 
 
 def with_fitting_batch(

@@ -148,6 +148,54 @@ def test_pieces_are_chosen_for_a_long_sequence_if_they_are_faster(
     assert 1.1 * chosen["step_seconds"] < whole["step_seconds"]
 
 
+@pytest.mark.parametrize(
+    ("plans", "tried", "chosen"),
+    [
+        pytest.param(
+            {None: (88, 28), 65536: (82, 24), 32768: (81, 20), 16384: (70, 3), 8192: (71, 3)},
+            [None, 65536, 32768, 16384, 8192],
+            16384,
+            id="faster",
+        ),
+        pytest.param(
+            {None: (88, 28), 65536: (82, 24), 32768: (83, 20), 16384: (70, 9), 8192: (71, 9)},
+            [None, 65536, 32768, 16384, 8192],
+            16384,
+            id="less-attention",
+        ),
+        pytest.param(
+            {None: (88, 28), 65536: (82, 24), 32768: (83, 24)},
+            [None, 65536, 32768],
+            65536,
+            id="slower",
+        ),
+        pytest.param({None: (88, 0)}, [None], None, id="no-attention-computed-twice"),
+    ],
+)
+def test_smaller_pieces_are_tried_as_long_as_they_gain(
+    plans: dict[int | None, tuple[int, int]],
+    tried: list[int | None],
+    chosen: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`plans` has the seconds of a step, and the number of layers that compute their attention
+    twice, for each piece.
+    """
+    seen: list[int | None] = []
+
+    def best(args: Any, *_: object) -> Any:
+        seen.append(args.token_piece)
+        seconds, twice = plans[args.token_piece]
+        return SimpleNamespace(feasible=True, step_seconds=seconds, plan=twice)
+
+    monkeypatch.setattr(from_options, "_best", best)
+    monkeypatch.setattr(from_options, "_recomputed_attention", lambda plan: plan)
+    words = ("qwen2.5-7b", "--hardware", "h200", "--batch", 1, "--seq", 159132)
+    hardware, model = HardwareSpec.load("h200"), ModelSpec.load("qwen2.5-7b")
+    args = from_options.with_fitting_piece(namespace_of(*words), hardware, model)
+    assert (seen, args.token_piece) == (tried, chosen)
+
+
 @pytest.mark.usefixtures("without_advice")
 def test_the_micro_batch_of_pieces_is_the_fastest(
     command: Command, monkeypatch: pytest.MonkeyPatch
