@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from megatrain.runtime.data.corpus.corpus import Corpus
 from megatrain.runtime.data.corpus.mixture import weighted
@@ -58,6 +59,7 @@ def open_data(
     training = reader.read(sources)
     if other_sources is None:
         kept, evaluation = split(training.documents, options)
+        _refuse_emptied(options.paths, training, kept)
     else:
         other = reader.read(other_sources)
         _compare(training, other, on_note)
@@ -125,6 +127,27 @@ def read_data(
     return replace(data, documents=epoch), reader.tokenizer
 
 
+def _refuse_emptied(paths: Sequence[str], data: TokenizedData, kept: Documents) -> None:
+    """Raises UserError if a source has documents, but none in `kept`, the training documents."""
+    given, left = (
+        np.bincount(_source_numbers(data, documents), minlength=len(paths))
+        for documents in (data.documents, kept)
+    )
+    for path, before, after in zip(paths, given, left, strict=True):
+        if before and not after:
+            raise UserError(
+                "data: evaluation",
+                found=f"{counted(int(before), 'document')} of {path}, all kept for evaluation",
+                allowed="at least one document of each source to train on",
+                fix="keep fewer, or give other data with --evaluation-data",
+            )
+
+
+def _source_numbers(data: TokenizedData, documents: Documents) -> npt.NDArray[np.int64]:
+    """Returns the number of the source in `data` of each document [documents]."""
+    return np.searchsorted(data.starts, documents.begins, side="right") - 1
+
+
 def _compare(training: TokenizedData, other: TokenizedData, on_note: Note) -> None:
     """Warns if the evaluation data and the training data have files or all rows in common."""
     files, others = (
@@ -163,11 +186,7 @@ def _weighted(
     epoch = weighted(documents, data.starts, [source.weight for source in sources], seed)
     if epoch is documents:
         return epoch
-    # [documents] the number of each document's source
-    before, after = (
-        np.searchsorted(data.starts, begins, side="right") - 1
-        for begins in (documents.begins, epoch.begins)
-    )
+    before, after = (_source_numbers(data, entry) for entry in (documents, epoch))
     for number, (path, weight) in enumerate(sources):
         chosen = after == number
         tokens = int(epoch.lengths[chosen].sum())

@@ -166,6 +166,21 @@ def test_evaluation_documents_are_never_trained_on(
     assert not trained & evaluated
 
 
+def test_each_source_keeps_documents_to_train_on(opened: Callable[..., Any], jsonl: Folder) -> None:
+    one, two = jsonl(MANY, "one.jsonl"), jsonl(OTHERS[:5], "two.jsonl")
+    paths = (str(one), f"{two}:2")
+    opened(paths, evaluation_documents=4)
+    with pytest.raises(
+        UserError,
+        match=(
+            rf"^data: evaluation: found 5 documents of {two}:2, all kept for evaluation; allowed:"
+            r" at least one document of each source to train on; fix: keep fewer, or give other"
+            r" data with --evaluation-data$"
+        ),
+    ):
+        opened(paths, evaluation_documents=5)
+
+
 @pytest.mark.parametrize("same_file", ["one.jsonl", "."])
 def test_a_file_that_is_named_twice_is_refused(
     opened: Callable[..., Any], jsonl: Folder, same_file: str, tmp_path: Path
