@@ -26,6 +26,7 @@ from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.assessment import Choice, assess
+from megatrain.simulator.planner.loss_chunk import with_loss_chunk
 from megatrain.simulator.planner.search import search
 from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
 
@@ -49,6 +50,8 @@ def plan_case(
         "host_limit": min(hardware.host_bytes, suite.host_bytes or hardware.host_bytes),
     }
     model, workload = suite.models[case.model], suite.workload(case)
+    if suite.chooses_loss_chunk:
+        workload = with_loss_chunk(model, hardware, workload, policies=names, **limits)
     choice = search(
         model,
         hardware,

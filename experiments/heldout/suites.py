@@ -86,6 +86,8 @@ class Suite(NamedTuple):
     library: str = ""
     """The library's machine from whose rates every case is predicted. Nothing is calibrated then.
     Empty to calibrate."""
+    chooses_loss_chunk: bool = False
+    """Whether the planner chooses the loss chunk of each case. Otherwise it is that of `base`."""
 
     def workload(self, case: HeldoutCase) -> Workload:
         """Returns the workload of a case."""
@@ -300,6 +302,24 @@ def _compiled() -> Suite:
     return Suite(models, base, grid, cases, host_bytes=112 * 2**30)
 
 
+def _figures() -> Suite:
+    """Returns the suite that measures predictions of two figures of `paper_figures`, for the whole
+    7B model on the library's H200: six plans of the Pareto front, and cells of the map of regimes.
+    """
+    model, gib = "qwen2.5-7b", 2**30
+    front = (133, 92, 57, 42, 30, 18)
+    cells = ((4, 133), (1, 133), (16, 133), (4, 96), (8, 64), (4, 24), (16, 24), (16, 48), (2, 12))
+    cases = (
+        *(HeldoutCase(model, 32, 1024, BEST, limit * gib) for limit in front),
+        *(HeldoutCase(model, batch, 1024, BEST, limit * gib) for batch, limit in cells),
+    )
+    base = Workload(batch=32, sequence=1024)
+    models = {model: ModelSpec.load(model)}
+    return Suite(
+        models, base, (), cases, library="h200", host_bytes=116 * gib, chooses_loss_chunk=True
+    )
+
+
 def _tiny_model(name: str, **changes: object) -> ModelSpec:
     config = {
         "model_type": "llama",
@@ -341,6 +361,7 @@ def suite(name: str) -> Suite:
         "families": _families,
         "default-set": _default_set,
         "compiled": _compiled,
+        "figures": _figures,
         "tiny": _tiny,
     }
     if name not in suites:

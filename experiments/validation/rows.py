@@ -43,6 +43,7 @@ GROUPS = {
 PAPER, OTHERS, OWN = "the paper", "the authors' repository and others", "our measurements"
 ORIGINS = (PAPER, OTHERS, OWN)
 """Who published a figure. Errors of different origins are never averaged together."""
+_OWN_SETTINGS = ("h100-x2", "h200-a", "h200-b", "h200-x2", "h200-x4")
 _ABLATIONS = ("buffers", "staging_buffers", "interval")
 
 
@@ -117,7 +118,7 @@ class PublishedRow(msgspec.Struct, frozen=True, kw_only=True):
         """Who published the figure, one of ORIGINS."""
         if self.source.startswith("paper"):
             return PAPER
-        return OWN if self.setting in ("h100-x2", "h200-a", "h200-b", "h200-x4") else OTHERS
+        return OWN if self.setting in _OWN_SETTINGS else OTHERS
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from megatrain.paper_figures.beyond_the_paper.regimes import HOST
+from megatrain.paper_figures.beyond_the_paper.regimes import HOST, measured_plans
 from megatrain.paper_figures.common import style
 from megatrain.paper_figures.common.results import Results, StoredAnswer
 from megatrain.paper_figures.common.table import Drawn, TableRow
@@ -78,6 +78,20 @@ def draw(results: Results) -> Drawn:
         label="Pareto front",
         zorder=1,
     )
+    tokens = sweep.plans[0].batch * sweep.plans[0].accumulation * sweep.plans[0].sequence
+    measured = [plan for plan in measured_plans(results) if plan.tokens == tokens]
+    axes.plot(
+        [plan.device_gib for plan in measured],
+        [plan.tokens_per_s for plan in measured],
+        linestyle="none",
+        marker="*",
+        markersize=9,
+        markerfacecolor=LOOKS["overlapped"][0],
+        markeredgecolor="black",
+        markeredgewidth=0.6,
+        label="measured",
+        zorder=7,
+    )
     axes.set_ylim(0, 1.12 * best[-1].tokens_per_s)
     axes.set_xlim(0, 145)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
@@ -94,6 +108,17 @@ def draw(results: Results) -> Drawn:
             note="on the front" if plan in best else "",
         )
         for plan in sweep.plans
+    ]
+    rows += [
+        TableRow(
+            item=f"overlapped, {plan.device_gib:.1f} GiB, measured with 16 cores",
+            quantity="tokens_per_s",
+            unit="tokens/s",
+            ours=plan.predicted,
+            measured=plan.tokens_per_s,
+            note="planned and predicted for 16 cores and 116 GiB of host memory",
+        )
+        for plan in measured
     ]
     streamed = [plan for plan in best if plan.policy in ("double_buffer", "k_buffer", "sequential")]
     by_host = [plan for plan in best if plan.regime in HOST]
@@ -117,10 +142,15 @@ def draw(results: Results) -> Drawn:
             f" plan in up to 40 GiB ({at_40.policy}) reaches {at_40.tokens_per_s:,.0f}."
             f" More memory gains little: {best[-1].device_gib:.0f} GiB are"
             f" {best[-1].tokens_per_s / at_40.tokens_per_s:.2f} times as fast as 40."
+            f" {len(measured)} plans of the front were measured on one H200 with 16 cores: their"
+            " step times are predicted with errors of"
+            f" {min(plan.error for plan in measured):+.1%} to"
+            f" {max(plan.error for plan in measured):+.1%}."
         ),
         caption=(
-            f"Predictions of {date}, library's H200 (64 cores, 512 GiB), eager layers; nothing was"
-            " measured."
+            f"Predictions of {date}, library's H200 (64 cores, 512 GiB), eager layers. Measured"
+            f" {' and '.join(sorted({plan.date for plan in measured}))} on one H200 with 16 cores"
+            " and 116 GiB of host memory for the plan."
         ),
         caption_columns=62,
     )

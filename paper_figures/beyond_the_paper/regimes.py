@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
+from typing import NamedTuple
+
 import msgspec
 from matplotlib.patches import Patch, Rectangle
 
@@ -49,8 +52,57 @@ class Map(msgspec.Struct, frozen=True, kw_only=True):
     """The cells of the map."""
 
 
+class MeasuredPlan(NamedTuple):
+    """The best plan for a number of tokens and a limit of device memory, measured on a machine
+    with fewer cores than the map's, for which it was planned and predicted.
+    """
+
+    tokens: int
+    """Tokens per step."""
+    device_limit_gib: int
+    """Limit of device memory in GiB."""
+    device_gib: float
+    """Measured peak of device memory in GiB."""
+    tokens_per_s: float
+    """Measured tokens per second."""
+    predicted: float
+    """Predicted tokens per second."""
+    date: str
+    """Day of the measurement."""
+
+    @property
+    def error(self) -> float:
+        """The error of the predicted step time, as a share of the measured one."""
+        return self.tokens_per_s / self.predicted - 1
+
+
+def measured_plans(results: Results) -> list[MeasuredPlan]:
+    """Returns the measured plans of the suite `figures` of `megatrain.experiments.heldout`."""
+    found = []
+    for row in results.heldout_rows().get("h200-regimes", []):
+        work, prediction = row["plan"]["workload"], row["plan"]["prediction"]
+        tokens = work["batch"] * work["accumulation"] * work["sequence"]
+        found.append(
+            MeasuredPlan(
+                tokens,
+                row["plan"]["device_limit_bytes"] // 2**30,
+                row["device_peak_bytes"] / 2**30,
+                tokens / row["step_seconds"],
+                tokens / prediction["step_seconds"],
+                row["date"],
+            )
+        )
+    return found
+
+
 def draw(results: Results) -> Drawn:
     data, date = results.typed("regimes", Map)
+    places = {(cell.tokens, cell.device_limit_gib) for cell in data.cells}
+    plans = {
+        place: plan
+        for plan in measured_plans(results)
+        if (place := (plan.tokens, plan.device_limit_gib)) in places
+    }
     columns, lines = (
         sorted({cell.tokens for cell in data.cells}),
         sorted({cell.device_limit_gib for cell in data.cells}),
@@ -72,10 +124,12 @@ def draw(results: Results) -> Drawn:
             )
         )
         if cell.fits:
+            plan = plans.get((cell.tokens, cell.device_limit_gib))
+            error = f" ({plan.error:+.0%})" if plan else ""
             axes.text(
                 x,
                 y,
-                f"{100 * cell.tokens_per_s / best:.0f}",
+                f"{100 * cell.tokens_per_s / best:.0f}{error}",
                 ha="center",
                 va="center",
                 fontsize=7,
@@ -118,6 +172,21 @@ def draw(results: Results) -> Drawn:
         )
         for cell in data.cells
     ]
+    rows += [
+        TableRow(
+            item=(
+                f"{data.model}, {plan.tokens} tokens, {plan.device_limit_gib} GiB, measured with 16"
+                " cores"
+            ),
+            quantity="tokens_per_s",
+            unit="tokens/s",
+            ours=plan.predicted,
+            measured=plan.tokens_per_s,
+            note="planned and predicted for 16 cores and 116 GiB of host memory",
+        )
+        for plan in plans.values()
+    ]
+    errors = sorted((plan.error for plan in plans.values()), key=abs)
     many = {
         cell.device_limit_gib: cell.tokens_per_s
         for cell in data.cells
@@ -144,10 +213,14 @@ def draw(results: Results) -> Drawn:
             f" {slow.device_limit_gib}. With more tokens, not all activations can be saved, so the"
             f" best speed falls a little. In {by_host} of the {len(fitting)} cells that fit, the"
             " host updates layers that are not resident. Their optimizer state does not cross the"
-            " link."
+            f" link. {len(errors)} cells were measured on one H200 with 16 cores, with plans and"
+            f" predictions for it. The median error of their step times is"
+            f" {statistics.median(map(abs, errors)):.1%}, the largest {errors[-1]:+.1%}."
         ),
         caption=(
             f"Predictions of {date}: the library's H200 (64 cores), {data.host_gib:.0f} GiB of host"
-            " memory, eager layers; nothing was measured."
+            " memory, eager layers. In brackets: error of the predicted step time where the cell's"
+            " plan for 16 cores was measured,"
+            f" {' and '.join(sorted({plan.date for plan in plans.values()}))}."
         ),
     )

@@ -25,6 +25,7 @@ from megatrain.experiments.heldout.suites import BEST, HeldoutCase, Suite, refus
 from megatrain.experiments.heldout.summary import kendall_tau, summarize_errors
 from megatrain.experiments.heldout.table import markdown
 from megatrain.experiments.heldout.timelines import StoredTimeline, read_timelines
+from megatrain.experiments.paper_data import pareto, regimes
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import cost_model
 from megatrain.simulator.engine.discrete_event import simulate
@@ -145,6 +146,24 @@ def test_at_least_twelve_plans_of_a_model_can_be_compared() -> None:
     plans = [choice.plan for case in group if (choice := plan_case(chosen, case, hardware, "h200"))]
     assert len({plan.digest for plan in plans}) >= 12
     assert all(plan.prediction is not None for plan in plans)
+
+
+def test_the_cases_of_figures_have_the_loss_chunk_of_the_planner() -> None:
+    """Every case is a place of a figure's map, and one of them is planned."""
+    chosen, hardware = suite("figures"), HardwareSpec.load("h200")
+    places = {(batch * 1024, gib) for batch in regimes.BATCHES for gib in regimes.DEVICE_GIB}
+    limits = {(case.batch * case.sequence, case.device_cap // 2**30) for case in chosen.cases}
+    front = {(32768, gib) for gib in pareto.DEVICE_GIB}
+    assert sum(case in front for case in limits) >= 6
+    assert len(limits - front) >= 8
+    assert limits - front <= places
+    case = next(case for case in chosen.cases if case.batch == 4)
+    planned = plan_case(chosen, case, hardware, "h200")
+    assert planned
+    assert planned.plan.workload.loss_chunk == 4096
+    fixed = plan_case(chosen._replace(chooses_loss_chunk=False), case, hardware, "h200")
+    assert fixed
+    assert fixed.plan.workload.loss_chunk == chosen.base.loss_chunk == 1024
 
 
 def test_a_case_on_the_grid_is_refused(
