@@ -302,6 +302,24 @@ def _compiled() -> Suite:
     return Suite(models, base, grid, cases, host_bytes=112 * 2**30)
 
 
+def _choices() -> Suite:
+    """Returns the suite that compares the planner's choice with all policies and with the variants
+    of `ALTERNATIVES`, for one model of the suite `h200`. Everything is predicted from the library's
+    rates.
+    """
+    whole = _h200()
+    model, cap = "qwen2.5-3b-10", 16 * 2**30
+    cases = (
+        *(HeldoutCase(model, 16, 1024, policy, cap) for policy in (BEST, *POLICIES)),
+        *(
+            HeldoutCase(model, 16, 1024, policy, cap, variant=variant)
+            for policy, variants in ALTERNATIVES.items()
+            for variant in variants
+        ),
+    )
+    return whole._replace(models={model: whole.models[model]}, grid=(), cases=cases, library="h200")
+
+
 def _figures() -> Suite:
     """Returns the suite that measures predictions of two figures of `paper_figures`, for the whole
     7B model on the library's H200: six plans of the Pareto front, and cells of the map of regimes.
@@ -361,6 +379,7 @@ def suite(name: str) -> Suite:
         "families": _families,
         "default-set": _default_set,
         "compiled": _compiled,
+        "choices": _choices,
         "figures": _figures,
         "tiny": _tiny,
     }
