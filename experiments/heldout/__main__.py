@@ -76,8 +76,9 @@ def parser() -> options.OneLineParser:
         help=(
             "the suite of cases: h200 (default); default-set, calibrated as without a model;"
             " compiled, with compiled layers; families, predicted from the library's rates;"
-            " figures, places of two figures with the whole 7B model, predicted in the same way; or"
-            " tiny to try the script on a CPU"
+            " figures, places of two figures with the whole 7B model, and choices, the planner's"
+            " choice against other plans, both predicted in the same way; or tiny to try the script"
+            " on a CPU"
         ),
     )
     parser.add_argument(

@@ -195,7 +195,9 @@ def run(args: argparse.Namespace) -> int:
     """
     timelines = read_timelines(args.folder / "timelines.jsonl")
     hardware = HardwareSpec.load(args.hardware)
-    measured = [row for row in read_rows(args.folder / "rows.jsonl") if not row.failure]
+    measured = [
+        row for row in read_rows(args.folder / "rows.jsonl") if not (row.failure or row.same_as)
+    ]
     if not measured:
         raise UserError(
             str(args.folder),
