@@ -576,9 +576,40 @@ def test_the_third_round_compares_two_plans_that_fit(
 
     monkeypatch.setattr(slot_search, "assess", recorded)
     assert search.best().plan.knobs in [each.knobs for each in found[1:]]
-    assert [(each.knobs.checkpoint_interval, each.knobs.weight_slots) for each in found] == pairs[
-        :3
-    ]
+    tried = [(each.knobs.checkpoint_interval, each.knobs.weight_slots) for each in found]
+    assert tried[:3] == pairs[:3]
+    # The fourth round only tries more slots with the interval of the winner.
+    assert len({interval for interval, _ in tried[3:]}) <= 1
+
+
+@pytest.mark.parametrize(
+    ("seconds", "chosen"),
+    [
+        pytest.param({2: 5.0, 3: 4.0, 4: 3.0, 8: 3.0}, 4, id="until-no-faster"),
+        pytest.param({2: 5.0, 3: 4.999, 4: 1.0, 8: 1.0}, 2, id="a-tie-ends-it"),
+        pytest.param({2: 5.0, 3: 4.0, 4: None, 8: 1.0}, 3, id="until-nothing-fits"),
+    ],
+)
+def test_the_fourth_round_adds_slots_as_long_as_that_is_faster(
+    make_plan: MakePlan,
+    monkeypatch: pytest.MonkeyPatch,
+    seconds: dict[int, float | None],
+    chosen: int,
+) -> None:
+    plan = make_plan("k_buffer", layers=6)
+    search = SlotSearch(plan, cost_model(H200, plan.model, plan.workload))
+    search._first_round()
+    monkeypatch.setattr(search, "_first_round", lambda: [(1, slots) for slots in seconds])
+    monkeypatch.setattr(slot_search, "_PAIRS", 1)
+
+    def timed(plan: Plan, costs: Any) -> Any:
+        choice, time = assess(plan, costs), seconds[plan.knobs.weight_slots]
+        limit = 1 if time is None else plan.device_limit_bytes
+        changed = assess(msgspec.structs.replace(plan, device_limit_bytes=limit), costs)
+        return msgspec.structs.replace(changed, step_seconds=time or choice.step_seconds)
+
+    monkeypatch.setattr(slot_search, "assess", timed)
+    assert search.best().plan.knobs.weight_slots == chosen
 
 
 def test_limits_of_one_memory_are_the_lower_one() -> None:
