@@ -284,7 +284,8 @@ def _changed(args: argparse.Namespace) -> tuple[list[Choice], HardwareSpec]:
         where = f"{args.source_plan}: device_limit_bytes"
     fix = f"write --set device_memory={exact_size(hardware.device_bytes)}, or less"
     limit = options.device_limit(plan.device_limit_bytes, hardware, where, fix)
-    plan = msgspec.structs.replace(plan, device_limit_bytes=limit)
+    host_limit = _host_limit(before, plan, hardware, given="host_memory" in values)
+    plan = msgspec.structs.replace(plan, device_limit_bytes=limit, host_limit_bytes=host_limit)
     with file_arguments.naming(args.source_plan):
         _refuse_unread(plan, values)
         choice = assess(plan, costs_of(plan, hardware))
@@ -296,6 +297,22 @@ def _changed(args: argparse.Namespace) -> tuple[list[Choice], HardwareSpec]:
             f" {_timed(before, seconds, plan)} in {args.source_plan}"
         )
     return [choice], hardware
+
+
+def _host_limit(before: Plan, plan: Plan, hardware: HardwareSpec, *, given: bool) -> int:
+    """Returns the host memory in bytes that each rank of `plan` may use. The ranks of a host divide
+    its memory.
+
+    If `given`, the limit of `plan` is that of a host. Otherwise the host has the memory that the
+    ranks of the plan `before` divide.
+    """
+    from megatrain.simulator.costs.several_gpus import sharing_host_memory
+
+    ranks = sharing_host_memory(hardware, plan.gpus, plan.hosts)
+    if given:
+        return plan.host_limit_bytes // ranks
+    former = sharing_host_memory(hardware, before.gpus, before.hosts)
+    return before.host_limit_bytes * former // ranks
 
 
 def _timed(plan: Plan, seconds: float, other: Plan) -> str:

@@ -101,6 +101,13 @@ def has_own_memory(hardware: HardwareSpec) -> bool:
     return "C2C" in hardware.link
 
 
+def sharing_host_memory(hardware: HardwareSpec, gpus: int, hosts: int = 1) -> int:
+    """Returns how many ranks share the host memory that is for one of them, if `hosts` hosts have
+    `gpus` GPUs together.
+    """
+    return 1 if has_own_memory(hardware) else gpus // hosts
+
+
 def link_share(hardware: HardwareSpec, gpus: int) -> LinkShare:
     """Returns the rates of each link while `gpus` GPUs of one host copy. `hardware` is the machine
     with one GPU.

@@ -20,7 +20,7 @@ import msgspec
 from megatrain.simulator import policies as policy_library
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import costs_of
-from megatrain.simulator.costs.several_gpus import has_own_memory
+from megatrain.simulator.costs.several_gpus import sharing_host_memory
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.workload import MOST_MICRO_BATCHES
 from megatrain.simulator.planner.assessment import (
@@ -123,7 +123,7 @@ def alone(plan: Plan, hardware: HardwareSpec) -> Plan:
     """Returns the plan for one GPU from which `shared_step` begins its search for plans like
     `plan`, which is for several GPUs.
     """
-    work, ranks = plan.workload, 1 if has_own_memory(hardware) else plan.gpus_per_host
+    work, ranks = plan.workload, sharing_host_memory(hardware, plan.gpus, plan.hosts)
     single = msgspec.structs.replace(
         plan,
         gpus=1,
@@ -145,7 +145,7 @@ def of_all(plan: Plan, hardware: HardwareSpec | None, gpus: int, hosts: int = 1)
     `first_knobs`. With several hosts, it names the rate of the network that is predicted. Without
     `hardware`, the GPUs of a host share its memory.
     """
-    own_memory = hardware is not None and has_own_memory(hardware)
+    ranks = sharing_host_memory(hardware, gpus, hosts) if hardware else gpus // hosts
     shared = msgspec.structs.replace(
         plan,
         gpus=gpus,
@@ -153,7 +153,7 @@ def of_all(plan: Plan, hardware: HardwareSpec | None, gpus: int, hosts: int = 1)
         network_gb_per_s=hardware.network_gb_per_s if hardware and hosts > 1 else None,
         digest="",
         prediction=None,
-        host_limit_bytes=plan.host_limit_bytes // (1 if own_memory else gpus // hosts),
+        host_limit_bytes=plan.host_limit_bytes // ranks,
         workload=msgspec.structs.replace(
             plan.workload, accumulation=plan.workload.accumulation * gpus, sum_group=1
         ),

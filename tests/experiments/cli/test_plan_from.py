@@ -209,6 +209,30 @@ def test_a_plan_for_several_gpus_is_predicted_and_trained_by_ranks_only(command:
 
 
 @pytest.mark.usefixtures("workplace")
+def test_the_ranks_of_a_host_divide_its_memory(command: Any) -> None:
+    """The limit of a plan is that of each rank, so it changes with the number of ranks."""
+    words = ("policy=overlapped", "accumulation=4", "host_updated=", "host_memory=8GiB")
+    changes = ("--set", "gpus=4"), ("--set", "hosts=2"), ("--set", "gpus=1", "--set", "hosts=1")
+    source, limits = "plan.toml", list[int]()
+    for number, change in enumerate(((), *changes, ("--set", "host_memory=6GiB", *changes[0]))):
+        out = f"{number}.toml"
+        first = [word for each in words for word in ("--set", each)] if not number else []
+        outcome = command("plan", "--from", source, "--out", out, *first, *change)
+        assert (outcome.status, outcome.err) == (0, "")
+        limits.append(Plan.load(Path(out)).host_limit_bytes)
+        source = out
+    assert limits == [2**33, 2**31, 2**32, 2**33, 6 * 2**28]
+
+
+@pytest.mark.usefixtures("workplace")
+def test_a_rank_s_part_of_the_host_s_memory_is_not_exceeded(command: Any) -> None:
+    words = ("policy=overlapped", "accumulation=2", "host_updated=", "gpus=2", "host_memory=1MiB")
+    outcome = command(*FROM, *(word for each in words for word in ("--set", each)))
+    assert outcome.status == 3
+    assert "and 512.00 KiB of host memory" in outcome.err
+
+
+@pytest.mark.usefixtures("workplace")
 def test_sums_of_groups_of_micro_batches_are_planned_for_one_gpu(command: Any) -> None:
     words = ("policy=overlapped", "accumulation=4", "sum_group=2", "micro_batch_group=2")
     outcome = command(*FROM, *(word for each in words for word in ("--set", each)))
