@@ -354,9 +354,10 @@ class Datasheet(EstimatedCosts):
             return duration * more
         then = Datasheet(self.hardware, self.model, workload)
         now, before = (sheet.attention_ns(op.kind, op.layer) for sheet in (self, then))
-        # The attention kernel and the op were measured separately, so the difference may be too
-        # small.
-        return max(duration - before, _LEAST_OTHER_WORK * duration) * more + now
+        # The attention kernel and the op were measured separately, so the kernel alone may take
+        # longer than the op that contains it. Then it is a smaller part of the op, scaled alike.
+        attention = min(before, (1 - _LEAST_OTHER_WORK) * duration)
+        return (duration - attention) * more + (now * attention / before if before else now)
 
     def extrapolated(self, op: Op) -> bool:
         return (op.kind in COPY_KINDS and self._copy(op)[1]) or (

@@ -212,12 +212,11 @@ def test_a_plan_for_several_gpus_is_predicted_and_trained_by_ranks_only(command:
 def test_the_ranks_of_a_host_divide_its_memory(command: Any) -> None:
     """The limit of a plan is that of each rank, so it changes with the number of ranks."""
     words = ("policy=overlapped", "accumulation=4", "host_updated=", "host_memory=8GiB")
-    changes = ("--set", "gpus=4"), ("--set", "hosts=2"), ("--set", "gpus=1", "--set", "hosts=1")
     source, limits = "plan.toml", list[int]()
-    for number, change in enumerate(((), *changes, ("--set", "host_memory=6GiB", *changes[0]))):
-        out = f"{number}.toml"
-        first = [word for each in words for word in ("--set", each)] if not number else []
-        outcome = command("plan", "--from", source, "--out", out, *first, *change)
+    more = (("gpus=4",), ("hosts=2", "network=50"), ("gpus=1", "hosts=1"))
+    for number, changes in enumerate((words, *more, ("host_memory=6GiB", "gpus=4"))):
+        out, sets = f"{number}.toml", [word for each in changes for word in ("--set", each)]
+        outcome = command("plan", "--from", source, "--out", out, *sets)
         assert (outcome.status, outcome.err) == (0, "")
         limits.append(Plan.load(Path(out)).host_limit_bytes)
         source = out

@@ -213,6 +213,23 @@ def test_of_as_many_tokens_those_in_the_nearest_sequences_are_scaled(sequence: i
     assert costs.duration_ns(op) == pytest.approx(expected, rel=0.01)
 
 
+@pytest.mark.parametrize(("batch", "times"), [(17, 17 / 16), (32, 2.0), (160, 10.0)])
+def test_a_layer_is_scaled_by_tokens_if_attention_alone_takes_longer(
+    batch: int, times: float
+) -> None:
+    """Attention was measured separately. Here it takes a hundred times as long as the whole layer,
+    which cannot be. With as many tokens a row, both parts of the layer grow with the tokens.
+    """
+    model, hardware = ModelSpec.load("qwen2.5-3b"), HardwareSpec.load("h200")
+    measured = {f"{model.shape}/16x512-bf16": (80, 1_000_000)}
+    work = Workload(batch=batch, sequence=512)
+    rows = {"16x2x128-bf16": ((512, 10_000_000, 20_000_000), (2048, 160_000_000, 320_000_000))}
+    curves = table(compute={"forward": measured}, attention=rows)
+    costs = cost_model(msgspec.structs.replace(hardware, costs=curves), model, work)
+    op = Op(id="F0.m0", lane="compute", flops=320, shape=f"{model.shape}/{work.shape}")
+    assert costs.duration_ns(op) == pytest.approx(times * 1_000_000, rel=0.01)
+
+
 def test_a_head_with_other_chunks_of_the_loss_than_measured_is_scaled_and_flagged() -> None:
     model, hardware = ModelSpec.load("qwen2.5-3b"), HardwareSpec.load("h200")
     measured = table(
