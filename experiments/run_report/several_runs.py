@@ -51,6 +51,8 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Lowest loss of an evaluation."""
     tokens_per_second: float
     """Median over the steps under the run's current plan, without warm-up steps."""
+    text_tokens_per_second: float | None
+    """The same without padding. None if the rows have no padding, or if its share is not known."""
     step_seconds: float
     """Median wall time of the same steps."""
     predicted_step_seconds: float | None
@@ -124,6 +126,8 @@ def _summary(folder: Path, record: StepRecord, last_steps: int, common: int) -> 
     ]
     evaluations = [evaluation.loss for evaluation in record.evaluations]
     speeds = record.speeds[record.first :]
+    speed = statistics.median(speeds[WARM_UP_STEPS:] or speeds)
+    training = _data(folder).get("training")
     return RunSummary(
         run=str(folder),
         model=plan.model.name,
@@ -136,12 +140,21 @@ def _summary(folder: Path, record: StepRecord, last_steps: int, common: int) -> 
         common_loss=statistics.fmean(shared[-last_steps:]),
         evaluation_loss=evaluations[-1] if evaluations else None,
         best_evaluation_loss=min(evaluations) if evaluations else None,
-        tokens_per_second=statistics.median(speeds[WARM_UP_STEPS:] or speeds),
+        tokens_per_second=speed,
+        text_tokens_per_second=(
+            speed * (1 - training.padding) if training and training.padding else None
+        ),
         step_seconds=statistics.median(record.steady_seconds.values()),
         predicted_step_seconds=plan.prediction.step_seconds if plan.prediction else None,
         device_bytes=measured.get("device_peak_bytes", measured.get("device_pool_bytes")),
         host_bytes=measured.get("host_pool_bytes"),
     )
+
+
+def _data(folder: Path) -> dict[str, DataSummary]:
+    """Returns the summaries of a run's data, or an empty dictionary if it has none."""
+    path = folder / "data.json"
+    return convert(read_json(path), dict[str, DataSummary], str(folder)) if path.is_file() else {}
 
 
 def _settings(folder: Path) -> dict[str, str]:
@@ -162,9 +175,9 @@ def _settings(folder: Path) -> dict[str, str]:
         for key, value in msgspec.to_builtins(part).items()
         if not isinstance(value, dict)
     }
-    if (folder / "data.json").is_file():
-        counts = convert(read_json(folder / "data.json"), dict[str, DataSummary], str(folder))
-        flat |= {f"tokens of the {name} data": f"{data.tokens:,}" for name, data in counts.items()}
+    flat |= {
+        f"tokens of the {name} data": f"{data.tokens:,}" for name, data in _data(folder).items()
+    }
     flat["plan.device_limit"] = format_bytes(plan.device_limit_bytes)
     flat["plan.host_limit"] = format_bytes(plan.host_limit_bytes)
     return flat
@@ -228,6 +241,7 @@ def format_runs(compared: RunsCompared, names: Sequence[str], width: int = 80) -
         row("evaluation loss, last", "evaluation_loss", _loss),
         row("evaluation loss, best", "best_evaluation_loss", _loss),
         row("tokens/s", "tokens_per_second", "{:,.1f}".format),
+        row("tokens/s without padding", "text_tokens_per_second", "{:,.1f}".format),
         row("step", "step_seconds", format_seconds),
         row("step, predicted", "predicted_step_seconds", format_seconds),
         row("device memory", "device_bytes", format_bytes),

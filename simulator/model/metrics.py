@@ -1,6 +1,7 @@
 """Definitions of the speed metrics.
 
-* tokens/s: tokens of an optimizer step divided by its wall time. Padding does not count.
+* tokens/s: tokens of an optimizer step divided by its wall time. Padding counts, because the GPU
+  computes it.
 * tflops_6n: 6 x all parameters x tokens/s, as in arXiv 2604.05091. Recompute and attention do not
   count.
 * mfu: (6 x parameters used in matrix products + 3 x forward FLOPs of causal attention per token) x

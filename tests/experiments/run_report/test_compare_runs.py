@@ -14,6 +14,8 @@ import pytest
 from matplotlib.figure import Figure
 
 from megatrain.experiments.run_report.several_runs import format_runs, read_runs
+from megatrain.runtime.data.summary import DataSummary
+from megatrain.simulator.base.files import write_json
 from megatrain.simulator.plots import canvas
 
 STORED = Path(__file__).parents[3] / "experiments" / "results" / "h200-qwen2.5-3b"
@@ -74,6 +76,30 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
 
     monkeypatch.setattr(canvas, "save", both)
     return figures
+
+
+def test_the_speed_without_padding_is_a_row_of_its_own(runs: Path, tmp_path: Path) -> None:
+    """Only the rows of run b have padding."""
+    folders = [tmp_path / name for name in "ab"]
+    for folder, padding in zip(folders, (0.0, 0.25), strict=True):
+        shutil.copytree(runs / folder.name / "run", folder)
+        data = DataSummary(
+            documents=2,
+            left_out=0,
+            cut=0,
+            cut_tokens=0,
+            tokens=24,
+            targets=24,
+            sequence=16,
+            packed_rows=2,
+            padding=padding,
+        )
+        write_json(folder / "data.json", {"training": data})
+    text = format_runs(read_runs(folders)[0], ["a", "b"])
+    assert cells(text, "tokens/s") == ["64.0", "80.0", "+25.0 %"]
+    assert cells(text, "tokens/s without padding") == ["-", "60.0"]
+    text = format_runs(read_runs([runs / "a" / "run", runs / "b" / "run"])[0], ["a", "b"])
+    assert "padding" not in text
 
 
 def test_two_runs_are_compared_in_one_table_and_one_picture(
