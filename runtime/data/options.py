@@ -30,10 +30,11 @@ class DataOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         str | tuple[str, ...],
         Meta(
             description=(
-                "a .jsonl, .json, .csv, .parquet, .arrow or text file, a folder of such files, a"
-                " folder that datasets.save_to_disk wrote, or a data set on the hub as"
-                " org/name:split or org/name/config; or several of these. With PATH:WEIGHT, an"
-                " epoch has each document of PATH that many times; 0.5 draws half of the documents"
+                "a .jsonl, .json, .csv, .parquet, .arrow or text file, a folder of files of one"
+                " such kind (of several kinds, only the one with the most bytes is read), a folder"
+                " that datasets.save_to_disk wrote, or a data set on the hub as org/name:split or"
+                " org/name/config; or several of these. With PATH:WEIGHT, an epoch has each"
+                " document of PATH that many times; 0.5 draws half of the documents"
             )
         ),
     ] = ""

@@ -16,6 +16,7 @@ from typing import Annotated
 import msgspec
 
 from megatrain.runtime.checkpoint.stored_steps import stored_steps
+from megatrain.runtime.files.exported_models import newest_model
 from megatrain.simulator.base.errors import UserError
 
 
@@ -87,23 +88,28 @@ def command_to_continue(run: Path) -> str:
 
 def no_checkpoint(run: Path) -> UserError:
     """Returns the error for resuming `run`, which has no checkpoint."""
+    model = newest_model(run)
     return UserError(
         str(run),
-        found="no checkpoint to continue from",
+        found=f"no checkpoint to continue from{f', but a trained model, {model}' if model else ''}",
         allowed="a run with a checkpoint",
-        fix="pass --from-scratch to begin it again at step 1",
+        fix="train again with another --out"
+        if model
+        else "pass --from-scratch to begin it again at step 1",
     )
 
 
 def how_it_stopped(run: Path) -> str:
     """Returns one line with the last step, the newest checkpoint, and the command that continues
-    `run`.
+    `run`. If `run` has a model but no checkpoint, the line names the model instead of a command.
     """
     saved = last_checkpoint(run)
     # A step whose metrics could not be written may have a checkpoint.
     step = max(last_step(run), saved)
     if not saved:
         when = f"after step {step}" if step else "before the first step"
+        if model := newest_model(run):
+            return f"stopped {when}; no checkpoint was saved, but the model is in {model}"
         return f"stopped {when}; not saved; begin again with: {command_to_continue(run)}"
     what = "saved" if saved == step else f"saved after step {saved}"
     return f"stopped after step {step}; {what}; continue with: {command_to_continue(run)}"

@@ -482,7 +482,7 @@ class Trainer(TrainingRun):
                 f"{run}: --from-scratch",
                 found=f"a checkpoint of step {done[-1]}" if done else f"a trained model, {model}",
                 allowed="a run without checkpoints and model",
-                fix="leave --from-scratch out" if done else "name another folder with --out",
+                fix="leave --from-scratch out" if done else "train again with another --out",
             )
 
     def _refuse_steps_that_are_done(self) -> None:

@@ -6,6 +6,7 @@ Pictures are PNG files. A file is either written completely or not at all.
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -138,5 +139,8 @@ def save(figure: Figure, path: Path) -> None:
     Raises UserError if `path` cannot be written.
     """
     picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=DPI, metadata={"Software": None})
+    with warnings.catch_warnings():
+        # Names of models and folders may have letters that the font lacks.
+        warnings.filterwarnings("ignore", r"Glyph \d+ .* missing from font")
+        figure.savefig(picture, format="png", dpi=DPI, metadata={"Software": None})
     write_bytes(path, picture.getvalue())

@@ -296,14 +296,18 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again_with_from_scratch
     outcome = command(*resume)
     assert (outcome.status, outcome.err) == (
         2,
-        "megatrain: run: found no checkpoint to continue from; allowed: a run with a checkpoint;"
-        " fix: pass --from-scratch to begin it again at step 1\n",
+        "megatrain: run: found no checkpoint to continue from, but a trained model, run/model;"
+        " allowed: a run with a checkpoint; fix: train again with another --out\n",
     )
     outcome = command(*resume, "--from-scratch")
     assert outcome.status == 2
     assert "found a trained model, run/model;" in outcome.err
     assert files_in(Path("run")) == before
     shutil.rmtree("run/model")
+    assert command(*resume).err == (
+        "megatrain: run: found no checkpoint to continue from; allowed: a run with a checkpoint;"
+        " fix: pass --from-scratch to begin it again at step 1\n"
+    )
     with Path("run/metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "lo')
     Path("run/.model.aside-abc").mkdir()

@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.runtime.training.stopped_run import how_it_stopped, last_step, metrics_line, readable
+from megatrain.runtime.training.stopped_run import (
+    how_it_stopped,
+    last_step,
+    metrics_line,
+    no_checkpoint,
+    readable,
+)
 
 
 @pytest.mark.parametrize(
@@ -28,6 +34,20 @@ def test_the_line_names_the_last_step_and_the_newest_checkpoint(
         (tmp_path / "checkpoints" / f"step-{number:08d}").mkdir(parents=True)
     again = "" if checkpoints else " --from-scratch"
     assert how_it_stopped(tmp_path) == f"{words}megatrain train --resume {tmp_path}{again}"
+
+
+def test_a_run_with_a_model_but_no_checkpoint_names_the_model(tmp_path: Path) -> None:
+    """The last checkpoint may not be written although the model was exported, on a full disk."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    line = f"stopped after step 1; no checkpoint was saved, but the model is in {model}"
+    assert how_it_stopped(tmp_path) == line
+    assert str(no_checkpoint(tmp_path)) == (
+        f"{tmp_path}: found no checkpoint to continue from, but a trained model, {model}; allowed:"
+        " a run with a checkpoint; fix: train again with another --out"
+    )
 
 
 def test_an_incomplete_line_of_the_metrics_is_no_step(tmp_path: Path) -> None:

@@ -31,6 +31,15 @@ USAGE = {
 }
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_letter_that_the_font_lacks_is_no_warning(tmp_path: Path) -> None:
+    """The name of a model or a folder may have it."""
+    figure = Figure()
+    figure.add_subplot().set_title("model \u7a7a")
+    canvas.save(figure, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
 def timeline(plan: Plan, name: str = "predicted", factor: int = 1) -> Timeline:
     schedule = lower(plan)
     spans: list[Span] = []
