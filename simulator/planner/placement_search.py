@@ -154,6 +154,7 @@ class PlacementSearch(Polishing):
             candidates = [plan for plan in other._usual() if plan not in known]
             if estimate := other._best_of(candidates, limit_ns):
                 estimates.append(estimate)
+                self.keep(other.by_share.values())
         return min(estimates, key=lambda estimate: estimate.step_seconds, default=None)
 
     def _usual(self) -> list[Plan]:
@@ -244,6 +245,7 @@ class PlacementSearch(Polishing):
             # The first plan is improved, too, because it may end at a faster plan.
             found += self._improved(*second) if second[0] < time else [second]
         found += self._other_shares(candidates, found)
+        self.keep(found)
         (time, plan), *rivals = sorted(found, key=lambda entry: entry[0])
         rivals = [entry for entry in rivals if entry[1] != plan]
         if not rivals:

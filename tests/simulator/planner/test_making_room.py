@@ -134,6 +134,17 @@ def best(case: Case) -> Estimate:
             1.875,
             id="usual-slots-for-layers-and-a-weight-slot",
         ),
+        pytest.param(
+            (
+                "olmoe-1b-7b",
+                16,
+                "a100-80-sxm",
+                Workload(batch=8, sequence=1024, state="master24", loss_chunk=2048, documents=True),
+                (24, 200),
+            ),
+            1.46,
+            id="another-share-of-host-updates",
+        ),
     ],
 )
 def test_a_search_makes_room_for_a_change(case: Case, seconds: float) -> None:
