@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from short_model import shortened
 
 from megatrain.experiments.cli.options import OneLineParser
 from megatrain.experiments.cli.verdict import from_options
@@ -27,9 +28,15 @@ from megatrain.simulator.schedule.plan import Knobs, Plan
 
 WORK = ("--batch", 2, "--seq", 16, "--loss-chunk", 16, "--dtype", "fp32")
 PIECE = ("--token-piece", 5)
-LONG = ("check", "qwen2.5-7b", "--hardware", "h200", "--host-memory", "512GiB")
+LAYERS = 8
+LONG = ("check", f"qwen2.5-7b-{LAYERS}.json", "--hardware", "h200", "--host-memory", "512GiB")
 Command = Callable[..., Any]
-pytestmark = pytest.mark.usefixtures("workplace")
+
+
+@pytest.fixture(autouse=True)
+def short_model(workplace: Path) -> None:
+    """Changes into the workplace and writes the config of the model of `LONG`."""
+    shortened("qwen2.5-7b", LAYERS, workplace)
 
 
 def good(outcome: Any) -> str:
@@ -73,13 +80,13 @@ def test_the_share_of_attention_leaves_out_recomputes_that_saved_it(command: Com
     assert all(has_saved_attention(op.shape) for op in recomputes)
     sheet = Datasheet(HardwareSpec.load("h200"), plan.model, plan.workload)
     layer_ns = sum(sheet.attention_ns(kind, "0") for kind in ("forward", "backward"))
-    assert found["attention_seconds"] == pytest.approx(28 * layer_ns / 1e9)
+    assert found["attention_seconds"] == pytest.approx(LAYERS * layer_ns / 1e9)
 
 
 @pytest.mark.usefixtures("without_advice")
 def test_a_mixture_is_planned_in_pieces(command: Command) -> None:
-    words = ("check", "qwen3-30b-a3b", "--hardware", "h200", "--host-memory", "1TiB", "--json")
-    found = json.loads(good(command(*words, "--seq", 524288)))
+    words = ("--hardware", "h200", "--host-memory", "1TiB", "--json", "--seq", 524288)
+    found = json.loads(good(command("check", shortened("qwen3-30b-a3b", 4), *words)))
     assert (found["feasible"], found["workload"]["batch"]) == (True, 1)
     assert found["workload"]["token_piece"] >= 2048
 
@@ -294,10 +301,10 @@ def test_no_pieces_are_chosen_if_a_search_finds_a_plan_without_them(command: Com
 
 def test_groups_of_heads_are_planned_and_not_calibrated(command: Command) -> None:
     words = ("--hardware", "h200", "--seq", 131072, "--batch", 1, "--head-groups", 4)
-    text = good(command("check", "qwen2.5-7b", *words))
+    text = good(command(*LONG[:2], *words))
     assert "attention computes one of 4 groups of heads at a time" in flat(text)
     assert text.replace("\\\n", "").count("--head-groups 4") == 2
-    good(command("plan", "qwen2.5-7b", *words, "--out", "p.toml"))
+    good(command("plan", LONG[1], *words, "--out", "p.toml"))
     assert Plan.load(Path("p.toml")).workload.groups == 4
     outcome = command("calibrate", "tiny", *WORK, "--head-groups", 2, "--out", "h.toml")
     assert outcome.status == 2
