@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from small_runs import run_of
 from whole_models import SEQUENCE, weights
 
@@ -48,6 +49,30 @@ def deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes inductor change and divide the graphs of compiled layers, but write no kernels.
+
+    A C++ compiler needs half a minute for the kernels of a model.
+    """
+    from torch._inductor.compile_fx import compile_fx
+
+    def boxed(graph: torch.fx.GraphModule, _inputs: object, **_: Any) -> Any:
+        return make_boxed_func(graph.forward)
+
+    compiled: Any = torch.compile
+    monkeypatch.setattr(
+        torch,
+        "compile",
+        lambda function, **options: compiled(
+            function,
+            **options | {"options": None},
+            backend=lambda graph, inputs: compile_fx(graph, inputs, inner_compile=boxed),
+        ),
+    )
+    torch._dynamo.reset()
 
 
 @pytest.fixture

@@ -492,6 +492,7 @@ def test_optimizer_threads_change_no_bit(
         assert together.bits() == want
 
 
+@pytest.mark.usefixtures("without_kernels")
 def test_garbage_of_the_compiler_is_freed_before_the_backward_pass(
     run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

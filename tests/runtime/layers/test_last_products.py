@@ -148,8 +148,13 @@ def test_the_backward_pass_in_pieces_leaves_them_out(
     assert skipped == [0, layers * work.pieces]
 
 
-def test_compiled_layers_leave_them_out(run: Callable[..., Any], unread: list[bool]) -> None:
+@pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_compiled_layers_leave_them_out(
+    request: pytest.FixtureRequest, run: Callable[..., Any], unread: list[bool], kernels: bool
+) -> None:
     """The compiled program differs, so its gradients may round differently."""
+    if not kernels:
+        request.getfixturevalue("without_kernels")
     results = []
     for short in (False, True):
         with run(
@@ -167,6 +172,7 @@ def test_compiled_layers_leave_them_out(run: Callable[..., Any], unread: list[bo
         assert (gradient - short_gradients[name]).abs().max() <= 0.02 * gradient.abs().max()
 
 
+@pytest.mark.usefixtures("without_kernels")
 def test_compiled_layers_in_deterministic_mode_compute_everything(
     run: Callable[..., Any], unread: list[bool]
 ) -> None:
