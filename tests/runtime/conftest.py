@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 import torch
-from functorch.compile import make_boxed_func
 from small_runs import run_of
 from whole_models import SEQUENCE, weights
 
@@ -57,6 +56,7 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
     A C++ compiler needs half a minute for the kernels of a model.
     """
+    from functorch.compile import make_boxed_func
     from torch._inductor.compile_fx import compile_fx
 
     def boxed(graph: torch.fx.GraphModule, _inputs: object, **_: Any) -> Any:

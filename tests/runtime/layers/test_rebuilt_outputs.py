@@ -76,6 +76,7 @@ def test_gradients_have_the_same_bits(
     assert all(now < then for now, then in zip(less, full, strict=True))
 
 
+@pytest.mark.nightly
 def test_gradients_are_almost_the_same_without_deterministic_mode(
     run: Callable[..., Any], saved: list[int]
 ) -> None:

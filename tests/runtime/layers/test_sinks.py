@@ -34,6 +34,7 @@ from megatrain.simulator.schedule.plan import Placement
 SUNK = ("gpt_oss", "granite_swa", "granitemoe_swa")
 STREAMED = Placement(weights="all", gradients="all")
 KEPT = Placement(saved_attention="1-2", saved_activations="3", weights="all", gradients="all")
+NIGHTLY = pytest.mark.nightly
 WAYS = ("mask", "lengths")
 """How the kernel learns of windows and documents: by a mask as on a CPU, or by lengths as on a
 GPU."""
@@ -170,21 +171,25 @@ def test_saved_results_change_no_bit(
 
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize(
-    ("way", "placement"),
+    ("way", "placement", "kinds"),
     [
-        ("lengths", KEPT),
-        ("mask", STREAMED),
-        pytest.param("lengths", STREAMED, marks=pytest.mark.nightly),
-        pytest.param("mask", KEPT, marks=pytest.mark.nightly),
+        ("lengths", KEPT, ["sliding_attention"]),
+        ("mask", STREAMED, ["full_attention"]),
+        *(
+            pytest.param(way, placement, ["sliding_attention", "full_attention"], marks=NIGHTLY)
+            for way in WAYS
+            for placement in (KEPT, STREAMED)
+        ),
     ],
     indirect=["way"],
 )
 def test_a_compiled_layer_has_sinks(
-    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, placement: Placement
+    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, placement: Placement, kinds: list[str]
 ) -> None:
     """A layer is one graph, and its gradients are those of an eager layer.
 
-    The normal tests have each way and each placement once, since compiling takes long.
+    The normal tests have each way, each placement and each kind of layer once, since compiling
+    takes long.
     """
     compiled = torch.compile
     monkeypatch.setattr(
@@ -196,7 +201,7 @@ def test_a_compiled_layer_has_sinks(
     found = []
     for compile_it in (False, True):
         with run(
-            model_of("gpt_oss"),
+            model_of("gpt_oss", layer_types=kinds * (4 // len(kinds))),
             compiled=compile_it,
             attention="flash",
             policy="overlapped",
