@@ -56,7 +56,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     [
         *others_nightly(ABLE, 1, False, among=SAMPLE),
         *others_nightly(ABLE, 3, False, among=("qwen3",)),
-        *others_nightly(COMPILED, 1, True, among=("llama", "gpt_oss")),
+        *others_nightly(COMPILED, 1, True, among=("llama", "mixtral")),
         *others_nightly(COMPILED, 3, True, among=()),
     ],
 )
