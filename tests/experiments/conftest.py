@@ -221,7 +221,11 @@ def fast_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(calibrate, "_SECONDS", 0.02)
     monkeypatch.setattr(calibrate, "_HOST_SECONDS", 0.02)
+    monkeypatch.setattr(calibrate, "_COMPUTE_SECONDS", 0.001)
+    monkeypatch.setattr(calibrate, "_WINDOW_SECONDS", 0.02)
+    monkeypatch.setattr(calibrate, "_LEAST_UPDATED", 2**18)
     monkeypatch.setattr(contention, "_WINDOW_SECONDS", 0.02)
+    monkeypatch.setattr(contention, "_UPDATED", 2**18)
     monkeypatch.setattr(rates, "_TOUCHED_BYTES", 2**20)
     monkeypatch.setitem(rates._MATRIX_ROWS, "cpu", 128)
     monkeypatch.setattr(rates, "_COPY_SIZES", (2**16, 2**18, 2**20, 2**22))
