@@ -431,7 +431,7 @@ def muon_plans(draw: st.DrawFn) -> Plan:
 
 
 @given(muon_plans())
-@settings(max_examples=4, suppress_health_check=list(HealthCheck))
+@settings(max_examples=3, suppress_health_check=list(HealthCheck))
 def test_any_plan_with_muon_gives_the_reference_s_bits(plan: Plan) -> None:
     assert_invariant(plan)
 
@@ -445,13 +445,13 @@ def test_hundreds_of_plans_with_muon_give_the_reference_s_bits(plan: Plan) -> No
 
 
 @given(plans())
-@settings(max_examples=6)
+@settings(max_examples=4)
 def test_any_plan_gives_the_reference_s_bits(plan: Plan) -> None:
     assert_invariant(plan)
 
 
 @given(plans(MIXTURES, in_pieces=True))
-@settings(max_examples=4, suppress_health_check=list(HealthCheck))
+@settings(max_examples=2, suppress_health_check=list(HealthCheck))
 def test_any_plan_with_experts_in_pieces_gives_the_reference_s_bits(plan: Plan) -> None:
     assert_invariant(plan)
 
