@@ -11,6 +11,7 @@ given as MODULE:NAME, and CALL is the number of the call, counted from 1.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -102,6 +103,7 @@ def main() -> None:
     """Starts commands until standard input ends."""
     torch.set_num_threads(1)
     _warm_up()
+    gc.freeze()  # otherwise a collection in a child copies the memory of all imported modules
     child = 0
     _say("ready")
     for line in sys.stdin:

@@ -20,6 +20,7 @@ their exit statuses. The status of a rank is the largest of its runs.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import os
@@ -116,6 +117,7 @@ def serve() -> None:
         sys.stdout.flush()
 
     torch.set_num_threads(1)
+    gc.freeze()  # otherwise a collection in a child copies the memory of all imported modules
     processes: list[int] = []
     answer("ready")
     for line in sys.stdin:

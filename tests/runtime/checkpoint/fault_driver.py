@@ -7,6 +7,7 @@ its exit status, as in `subprocess`. A run logs what it does, so a test knows wh
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -134,6 +135,7 @@ def main() -> None:
 
     torch.set_num_threads(1)
     _executor("overlapped").close()  # Imports all modules. No thread is left, so forking is safe.
+    gc.freeze()  # otherwise a collection in a child copies the memory of all imported modules
     answer("ready")
     process = 0
     for line in sys.stdin:
