@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import reference_lengths
 import torch
-from family_sample import others_nightly
+from family_sample import FEW, others_nightly
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
@@ -91,7 +91,9 @@ def batches_of(plan: Plan, *packings: torch.Tensor) -> list[Batch]:
     ("family", "way"),
     [
         *others_nightly(DOCUMENTED, "mask"),
-        *others_nightly((each for each in DOCUMENTED if each not in UNFUSED_ATTENTION), "lengths"),
+        *others_nightly(
+            (each for each in DOCUMENTED if each not in UNFUSED_ATTENTION), "lengths", among=FEW
+        ),
     ],
     indirect=["way"],
 )

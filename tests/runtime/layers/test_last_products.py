@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from family_sample import others_nightly
+from family_sample import FEW, others_nightly
 from functorch.compile import make_boxed_func
 from torch._inductor.compile_fx import compile_fx
 from whole_models import drawn, gradients_of, model_of
@@ -62,7 +62,7 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return found
 
 
-@pytest.mark.parametrize("family", others_nightly(FAMILIES))
+@pytest.mark.parametrize("family", others_nightly(FAMILIES, among=FEW))
 def test_gradients_have_the_same_bits(
     run: Callable[..., Any], unread: list[bool], family: str
 ) -> None:

@@ -40,6 +40,27 @@ SAMPLE = (
 biases, positions, parallel blocks, experts, latent and linear attention, state-space mixers, and
 scores without a fused kernel."""
 
+FEW = (
+    "llama",
+    "gemma2",
+    "gemma3n_text",
+    "gpt_oss",
+    "qwen3_next",
+    "deepseek_v3",
+    "llama4_text",
+    "falcon_h1",
+    "opt",
+    "mpt",
+    "bloom",
+    "gpt2",
+    "nanochat",
+    "hunyuan_v1_moe",
+)
+"""Families with which the runtime runs all lines that it runs with those of `SAMPLE`.
+
+They are for tests of what other tests show for each family of `SAMPLE` in another way.
+"""
+
 
 def others_nightly(
     families: Iterable[str], *values: Any, among: Container[str] = SAMPLE

@@ -94,7 +94,7 @@ def test_a_model_that_is_too_large_for_one_gpu_fits_on_four() -> None:
     assert [shared_step(plan, H200, count).feasible for count in (2, 4)] == [False, True]
 
 
-@pytest.mark.parametrize("gib", [3, 5, 20])
+@pytest.mark.parametrize("gib", [3, pytest.param(5, marks=pytest.mark.nightly), 20])
 def test_more_gpus_or_memory_never_make_a_plan_slower(one: Plan, gib: int) -> None:
     alone = search(one.model, H200, one.workload, device_limit=gib * GIB, policies=["overlapped"])[
         0

@@ -303,7 +303,8 @@ def test_compiled_layers_are_suggested_where_their_speed_is_known(
     """The gain is what the same command with `--compile` shows. A calibration knows either eager or
     compiled layers, and nobody measured compiled layers on machines with one memory.
     """
-    model, work = ModelSpec.load("qwen2.5-0.5b"), Workload(batch=8, sequence=1024, loss_chunk=1024)
+    model = ModelSpec.load("qwen2.5-0.5b").with_layers(6)
+    work = Workload(batch=8, sequence=1024, loss_chunk=1024)
     compiled = msgspec.structs.replace(work, compiled=True)
     before, after = (
         judge(model, H200, each, policies=["overlapped"], device_limit=4 * 2**30)
