@@ -6,6 +6,7 @@ A lane has one thread.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -223,15 +224,25 @@ def run(make_plan: Callable[..., Plan], session: Callable[..., Any]) -> Callable
     return make
 
 
-@pytest.fixture
-def saved(
-    executable: Callable[..., Plan], session: Callable[..., Any], tmp_path: Path
+@pytest.fixture(scope="session")
+def saved_once(
+    executable: Callable[..., Plan],
+    session: Callable[..., Any],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[Plan, Path]:
-    """Returns a plan, and the folder of its checkpoints of steps 1 and 2."""
-    plan = executable("overlapped")
+    """Returns a plan, and the folder that `saved` copies. Tests must not change it."""
+    plan, folder = executable("overlapped"), tmp_path_factory.mktemp("saved") / "checkpoints"
     with session(plan) as running:
-        checkpoints = Checkpoints(tmp_path / "checkpoints", keep_last=9)
+        checkpoints = Checkpoints(folder, keep_last=9)
         for step in (1, 2):
             running.step(step)
             checkpoints.save(running.executor, run_of(step))
+    return plan, folder
+
+
+@pytest.fixture
+def saved(saved_once: tuple[Plan, Path], tmp_path: Path) -> tuple[Plan, Path]:
+    """Returns a plan, and the folder of its checkpoints of steps 1 and 2."""
+    plan, folder = saved_once
+    shutil.copytree(folder, tmp_path / "checkpoints")
     return plan, tmp_path / "checkpoints"
