@@ -8,6 +8,7 @@ argument is `train` or `calibrate`. Each rank prints into a file of its own. Oth
 * `folders`: the working directory of each rank.
 * `appears_within_s`: how long ranks of other hosts look for a file of rank 0.
 * `timeout_s`: how long ranks wait for each other in a step.
+* `window_s`: how long a calibration measures lanes together.
 * `file_bytes`: the largest file that the last rank can write.
 * `hangs_at`: the call of the embedding in which the last rank sleeps for ever.
 * `interrupted_at`: the look for a signal from which on all ranks find one. There are two in a step,
@@ -36,6 +37,7 @@ from megatrain.experiments.cli import main as cli
 from megatrain.experiments.ranks import main
 from megatrain.experiments.run_report import pictures
 from megatrain.runtime import ranks
+from megatrain.runtime.calibration import contention, several_gpus
 from megatrain.runtime.layers.functional_layers import FunctionalLayers
 from megatrain.runtime.training import shared_folder, trainer
 
@@ -51,6 +53,8 @@ def _rank(rank: int, request: dict[str, Any]) -> int:
         os.chdir(request["folders"][rank])
     shared_folder._WAIT_S = request.get("appears_within_s", shared_folder._WAIT_S)
     ranks.TIMEOUT_S = request.get("timeout_s", ranks.TIMEOUT_S)
+    if "window_s" in request:
+        contention._WINDOW_SECONDS = several_gpus._BESIDE_SECONDS = request["window_s"]
     if "file_bytes" in request and rank == count - 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (request["file_bytes"], resource.RLIM_INFINITY))
     if "hangs_at" in request and rank == count - 1:

@@ -46,7 +46,7 @@ def driver(folder: Path) -> Iterator[Driver]:
 def calibrate(driver: Driver, folder: Path, *words: list[str]) -> list[int]:
     """Runs the command on a rank for each of `words`, its options, and returns the statuses."""
     usual = ["calibrate", "--device", "cpu"]
-    driver.start([[[*usual, *options]] for options in words], folder=str(folder))
+    driver.start([[[*usual, *options]] for options in words], folder=str(folder), window_s=0.1)
     return driver.wait()
 
 
