@@ -27,6 +27,7 @@ def test_a_stored_machine_reads_back_equal(stored: Path, tmp_path: Path) -> None
     assert HardwareSpec.load(str(tmp_path / "again.toml")) == hardware
 
 
+@pytest.mark.usefixtures("without_advice")
 def test_the_memory_of_the_process_is_stored_and_zero_in_files_without_it(
     tmp_path: Path, command: Any
 ) -> None:

@@ -21,7 +21,7 @@ from megatrain.simulator.schedule.plan import Plan
 WORK = ("--batch", "8", "--seq", "1024")
 MODEL = ("config.json", "--hardware", "rtx4090")
 
-pytestmark = pytest.mark.usefixtures("short_config")
+pytestmark = pytest.mark.usefixtures("short_config", "without_advice")
 
 
 def next_plan(printed: str) -> list[str]:

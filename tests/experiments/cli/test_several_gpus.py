@@ -16,7 +16,7 @@ MODEL = ("config.json", "--hardware", "h200")
 ROWS = ("--batch", "8", "--seq", "1024")
 LONG = ("--batch", "1", "--seq", "16384")
 
-pytestmark = pytest.mark.usefixtures("short_config")
+pytestmark = pytest.mark.usefixtures("short_config", "without_advice")
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,7 @@ def limits(device: str, host: str) -> tuple[str, ...]:
     ],
     ids=["state", "piece and chunk"],
 )
-@pytest.mark.usefixtures("without_advice", "searched_once")
+@pytest.mark.usefixtures("searched_once")
 def test_the_workload_is_chosen_for_all_gpus(
     capsys: pytest.CaptureFixture[str],
     words: tuple[str, ...],

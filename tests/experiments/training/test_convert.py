@@ -16,7 +16,7 @@ from megatrain.runtime.optimizer.adamw import join
 from megatrain.runtime.optimizer.blockwise import decoded_first, decoded_second
 
 Command = Callable[..., Any]
-pytestmark = pytest.mark.usefixtures("workplace")
+pytestmark = pytest.mark.usefixtures("workplace", "without_advice")
 
 
 @pytest.fixture
