@@ -57,6 +57,8 @@ def test_a_calibrated_machine_can_simulate_every_policy(
     """
     monkeypatch.setattr(module, "_SECONDS", 0.02)
     monkeypatch.setattr(module, "_HOST_SECONDS", 0.02)
+    monkeypatch.setattr(module, "_COMPUTE_SECONDS", 0.001)
+    monkeypatch.setattr(module, "_WINDOW_SECONDS", 0.02)
     monkeypatch.setattr(contention, "_WINDOW_SECONDS", 0.02)
     monkeypatch.setattr(rates, "_COPY_SIZES", sizes := (2**16, 2**18, 2**20))
     monkeypatch.setattr(chunk_updates, "_SIZES", (64, 512))
