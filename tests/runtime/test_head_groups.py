@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import reference_lengths
 import torch
-from whole_models import PACKED, drawn, gradients_of, model_of
+from whole_models import PACKED, SEQUENCE, drawn, gradients_of, model_of
 
 from megatrain.runtime.layers import attention, lengths
 from megatrain.simulator.base.errors import UserError
@@ -111,6 +111,7 @@ def test_a_compiled_layer_has_groups(
             run,
             "llama",
             compiled=groups > 1,  # an eager layer without groups needs no compiling
+            loss_chunk=2 * SEQUENCE,  # one chunk, so the head is compiled once
             head_groups=groups,
             placement=KEPT,
             policy="overlapped",

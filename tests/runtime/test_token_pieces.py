@@ -11,7 +11,16 @@ from family_sample import others_nightly
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 from transformers import CONFIG_MAPPING
-from whole_models import bound, compare, drawn, model_of, scale_of, token_losses, whole_model
+from whole_models import (
+    SEQUENCE,
+    bound,
+    compare,
+    drawn,
+    model_of,
+    scale_of,
+    token_losses,
+    whole_model,
+)
 
 from megatrain.runtime.layers.functional_layers import config_of
 from megatrain.simulator.model.families import FAMILIES
@@ -71,6 +80,7 @@ def test_loss_and_gradients_are_those_of_the_whole_model(
         model_of(family),
         accumulation=2,
         token_piece=16 if compiled else 5,  # few shapes to compile
+        loss_chunk=2 * SEQUENCE if compiled else 13,
         compiled=compiled,
         checkpoint_interval=interval,
         policy="overlapped" if interval == 1 else "resident",

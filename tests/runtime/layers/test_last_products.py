@@ -13,7 +13,7 @@ import torch
 from family_sample import FEW, others_nightly
 from functorch.compile import make_boxed_func
 from torch._inductor.compile_fx import compile_fx
-from whole_models import drawn, gradients_of, model_of
+from whole_models import SEQUENCE, drawn, gradients_of, model_of
 
 from megatrain.runtime.layers import compiling, functional_layers
 from megatrain.runtime.layers.fp8_linear import Fp8Linear
@@ -164,6 +164,7 @@ def test_compiled_layers_leave_them_out(
             model_of("llama"),
             dtype="bf16" if kernels else "fp32",
             compiled=True,
+            loss_chunk=2 * SEQUENCE,  # one chunk, so the head is compiled once
             checkpoint_interval=1,
             short_recompute=short,
         ) as running:

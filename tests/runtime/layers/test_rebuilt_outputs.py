@@ -9,7 +9,7 @@ import pytest
 import torch
 from family_sample import others_nightly
 from transformers import CONFIG_MAPPING
-from whole_models import drawn, gradients_of, model_of
+from whole_models import SEQUENCE, drawn, gradients_of, model_of
 
 from megatrain.runtime.layers import functional_layers
 from megatrain.simulator.model.families import FAMILIES
@@ -55,7 +55,12 @@ def steps(
     for rebuild in (0, 1):
         saved.clear()
         with run(
-            model_of(family), dtype="bf16", compiled=True, rebuild_outputs=rebuild, **changes
+            model_of(family),
+            dtype="bf16",
+            compiled=True,
+            loss_chunk=2 * SEQUENCE,  # one chunk, so the head is compiled once
+            rebuild_outputs=rebuild,
+            **changes,
         ) as running:
             result = running.executor.step(drawn(running.plan), rate=0.0, number=1)
             yield (result.loss, result.gradient_norm, gradients_of(running)), list(saved)

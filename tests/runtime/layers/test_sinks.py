@@ -12,6 +12,7 @@ from sinks_definition import written_out
 from whole_models import (
     PACKED,
     RIGHT,
+    SEQUENCE,
     compare,
     drawn,
     gradients_of,
@@ -203,6 +204,7 @@ def test_a_compiled_layer_has_sinks(
         with run(
             model_of("gpt_oss", layer_types=kinds * (4 // len(kinds))),
             compiled=compile_it,
+            loss_chunk=2 * SEQUENCE,  # one chunk, so the head is compiled once
             attention="flash",
             policy="overlapped",
             placement=placement,
