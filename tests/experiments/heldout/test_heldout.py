@@ -166,6 +166,17 @@ def test_the_cases_of_figures_have_the_loss_chunk_of_the_planner() -> None:
     assert fixed.plan.workload.loss_chunk == chosen.base.loss_chunk == 1024
 
 
+def test_the_choice_is_compared_with_twelve_plans_from_the_library_s_rates() -> None:
+    chosen, hardware = suite("choices"), HardwareSpec.load("h200")
+    assert (chosen.measured(), chosen.library) == ({}, "h200")
+    choices = {case.name: plan_case(chosen, case, hardware, "h200") for case in chosen.cases}
+    plans = {choice.plan.digest: choice for choice in choices.values() if choice}
+    assert len(plans) >= 13
+    best = choices["qwen2.5-3b-10/1x16x1024/16GiB/best"]
+    assert best
+    assert all(best.step_seconds < 1.003 * choice.step_seconds for choice in plans.values())
+
+
 def test_a_case_on_the_grid_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
