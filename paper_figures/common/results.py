@@ -263,7 +263,7 @@ class Results:
 
     def heldout_rows(self) -> dict[str, list[dict[str, Any]]]:
         """Returns the rows of `megatrain.experiments.heldout` on an H200 by the name of their
-        folder. Each plan has one row, and failed plans have none.
+        folder. Each case has one row, of its last repetition, and failed plans have none.
         """
         found = {}
         for path in sorted(self.folder.glob("h200-*/rows.jsonl")):
@@ -272,7 +272,7 @@ class Results:
                 rows = [json.loads(line) for line in _or(fix, read_text, path).splitlines()]
                 found[path.parent.name] = [
                     row
-                    for row in rows
+                    for row in {row["name"]: row for row in rows}.values()
                     if not row.get("failure")
                     and not row.get("same_as")
                     and row["plan"]["prediction"]

@@ -434,3 +434,9 @@ def test_the_committed_page_and_tables_are_todays() -> None:
     for name in FIGURES:
         assert (HERE / "pictures" / f"{name}.png").exists()
         assert (HERE / "pictures" / f"{name}.csv").read_text() == as_csv(drawn(name).rows)
+
+
+def test_a_held_out_plan_that_was_measured_several_times_counts_once() -> None:
+    for folder, rows in Results().heldout_rows().items():
+        names = [row["name"] for row in rows]
+        assert len(set(names)) == len(names), folder
