@@ -42,6 +42,8 @@ WAITS = {
     "nothing_else": "between operations and steps",
 }
 """What compute waits for -> its name in the text."""
+NOT_MEASURED = "some operations were not measured in this size"
+"""What is said of a calibrated machine if the times of some ops are extrapolated."""
 _MUCH_ATTENTION = 0.25
 """The least share of a step for which the text says how much of it is attention."""
 
@@ -308,7 +310,7 @@ def notes(verdict: Verdict) -> list[str]:
     if chosen := kernel(verdict):
         sentences.append(chosen)
     if verdict.calibrated and verdict.extrapolated:
-        sentences.append("some operations were not measured in this size; --why names them")
+        sentences.append(f"{NOT_MEASURED}; --why names them")
     return sentences
 
 

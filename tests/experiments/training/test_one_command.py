@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -23,6 +24,7 @@ from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.search import search
 from megatrain.simulator.schedule.plan import Plan
 
+RESULTS = Path(__file__).parents[3] / "experiments" / "results"
 TRAIN = ("train", "tiny", "--data", "chat.jsonl", "--out", "run", "--device", "cpu")
 GRADIENTS = ("--dtype", "bf16", "--policy", "overlapped", "--gradients", "8bit")
 HARDWARE = ("--hardware", "h200", "--dtype", "fp32", "--policy", "resident")
@@ -120,6 +122,18 @@ def test_a_plan_for_another_machine_is_said_before_the_first_step(command: Any) 
         outcome = command(*TRAIN[:5], name, *TRAIN[6:], *hardware, *steps)
         assert (outcome.status, outcome.err) == (0, "")
         assert "another machine" not in " ".join(outcome.out.split())
+
+
+@pytest.mark.parametrize("extrapolated", [(), ("F0.m0",)])
+def test_a_note_says_that_a_size_was_not_measured(
+    extrapolated: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    hardware = HardwareSpec.load(str(RESULTS / "h200-heldout" / "hardware.toml"))
+    model = ModelSpec.load("qwen2.5-3b").with_layers(10)
+    best = search(model, hardware, Workload(batch=12, sequence=2048), policies=["resident"])[0]
+    prepare._show(msgspec.structs.replace(best, extrapolated=extrapolated), hardware, 3)
+    note = "note: some operations were not measured in this size, so the step time is less certain"
+    assert (note in " ".join(capsys.readouterr().out.split())) == bool(extrapolated)
 
 
 def test_a_machine_is_known_by_the_name_of_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
