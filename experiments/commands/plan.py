@@ -300,18 +300,18 @@ def _changed(args: argparse.Namespace) -> tuple[list[Choice], HardwareSpec]:
 
 
 def _host_limit(before: Plan, plan: Plan, hardware: HardwareSpec, *, given: bool) -> int:
-    """Returns the host memory in bytes that each rank of `plan` may use. The ranks of a host divide
-    its memory.
+    """Returns the host memory in bytes that each rank of `plan` may use.
 
-    If `given`, the limit of `plan` is that of a host. Otherwise the host has the memory that the
-    ranks of the plan `before` divide.
+    The ranks of a host divide its memory, except on machines whose GPUs have host memory of their
+    own. If `given`, the limit of `plan` is the memory to divide. Otherwise it is the memory that
+    the ranks of the plan `before` divide.
     """
     from megatrain.simulator.costs.several_gpus import sharing_host_memory
 
-    ranks = sharing_host_memory(hardware, plan.gpus, plan.hosts)
+    ranks = sharing_host_memory(hardware, plan.gpus_per_host)
     if given:
         return plan.host_limit_bytes // ranks
-    former = sharing_host_memory(hardware, before.gpus, before.hosts)
+    former = sharing_host_memory(hardware, before.gpus_per_host)
     return before.host_limit_bytes * former // ranks
 
 

@@ -7,7 +7,6 @@ points are labelled with settings that differ between the plans, such as the bat
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path
@@ -23,7 +22,7 @@ from megatrain.experiments.sweep.front import front
 from megatrain.experiments.sweep.store import SweepRow
 from megatrain.experiments.sweep.table import settings
 from megatrain.simulator.base.files import write_bytes
-from megatrain.simulator.plots.canvas import DPI, INK, MUTED, STYLE
+from megatrain.simulator.plots.canvas import DPI, INK, MUTED, STYLE, file_bytes
 
 # The palette of Okabe and Ito, which colour-blind readers can tell apart.
 _COLOURS = ("#0072B2", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#D55E00", "#8a949e")
@@ -193,7 +192,6 @@ def _labels(rows: Sequence[SweepRow], timed: Sequence[SweepRow]) -> list[str]:
 
 
 def _save(figure: Figure, stem: Path, kind: str) -> Path:
-    data, path = io.BytesIO(), stem.with_suffix(f".{kind}")
-    figure.savefig(data, format=kind, metadata=_METADATA[kind])
-    write_bytes(path, data.getvalue())
+    path = stem.with_suffix(f".{kind}")
+    write_bytes(path, file_bytes(figure, format=kind, metadata=_METADATA[kind]))
     return path

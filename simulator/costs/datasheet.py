@@ -108,8 +108,6 @@ machines need 7.2 to 10.2 us (experiments/results/h200-*/hardware.toml, launch_n
 _ATTENTION_BACKWARD = 1.25
 """FLOPs of the backward pass of flash attention, relative to those in `op_work`. It has five
 matrix products instead of four, because it recomputes the scores (Dao, 2023)."""
-_LEAST_OTHER_WORK = 0.05
-"""The least share of a layer's time that is not attention."""
 
 
 def fp8_speed(hardware: HardwareSpec) -> float:
@@ -355,9 +353,10 @@ class Datasheet(EstimatedCosts):
         then = Datasheet(self.hardware, self.model, workload)
         now, before = (sheet.attention_ns(op.kind, op.layer) for sheet in (self, then))
         # The attention kernel and the op were measured separately, so the kernel alone may take
-        # longer than the op that contains it. Then it is a smaller part of the op, scaled alike.
-        attention = min(before, (1 - _LEAST_OTHER_WORK) * duration)
-        return (duration - attention) * more + (now * attention / before if before else now)
+        # longer than the op that contains it. The op then counts as attention alone.
+        attention = min(before, duration)
+        growth = now / before if before else more
+        return (duration - attention) * more + attention * growth
 
     def extrapolated(self, op: Op) -> bool:
         return (op.kind in COPY_KINDS and self._copy(op)[1]) or (

@@ -101,11 +101,11 @@ def has_own_memory(hardware: HardwareSpec) -> bool:
     return "C2C" in hardware.link
 
 
-def sharing_host_memory(hardware: HardwareSpec, gpus: int, hosts: int = 1) -> int:
-    """Returns how many ranks share the host memory that is for one of them, if `hosts` hosts have
-    `gpus` GPUs together.
+def sharing_host_memory(hardware: HardwareSpec | None, gpus_per_host: int) -> int:
+    """Returns how many ranks share the host memory of one of them, on hosts with `gpus_per_host`
+    GPUs. Without `hardware`, the GPUs of a host share its memory.
     """
-    return 1 if has_own_memory(hardware) else gpus // hosts
+    return 1 if hardware is not None and has_own_memory(hardware) else gpus_per_host
 
 
 def link_share(hardware: HardwareSpec, gpus: int) -> LinkShare:

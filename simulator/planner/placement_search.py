@@ -154,7 +154,6 @@ class PlacementSearch(Polishing):
             candidates = [plan for plan in other._usual() if plan not in known]
             if estimate := other._best_of(candidates, limit_ns):
                 estimates.append(estimate)
-                self.keep(other.by_share.values())
         return min(estimates, key=lambda estimate: estimate.step_seconds, default=None)
 
     def _usual(self) -> list[Plan]:

@@ -20,7 +20,7 @@ from megatrain.simulator.planner.ranking import WAITING_NEARBY, Ranking
 from megatrain.simulator.schedule.plan import Knobs, Plan
 
 # The fastest plan with another share of host updates is polished, too, unless the best plan is
-# faster by this factor. With 1.02, a drawn step was predicted 12 % slower.
+# faster by this factor. With 1.02, the step of a test case was predicted 12 % slower.
 _MOST_RIVAL = 1.06
 _LEAST_POLISH = 1.002  # the best plan is changed if that makes it faster by this factor
 # Plans near the best one that are lowered before the search goes on from the fastest of them.

@@ -123,7 +123,7 @@ def alone(plan: Plan, hardware: HardwareSpec) -> Plan:
     """Returns the plan for one GPU from which `shared_step` begins its search for plans like
     `plan`, which is for several GPUs.
     """
-    work, ranks = plan.workload, sharing_host_memory(hardware, plan.gpus, plan.hosts)
+    work, ranks = plan.workload, sharing_host_memory(hardware, plan.gpus_per_host)
     single = msgspec.structs.replace(
         plan,
         gpus=1,
@@ -145,7 +145,6 @@ def of_all(plan: Plan, hardware: HardwareSpec | None, gpus: int, hosts: int = 1)
     `first_knobs`. With several hosts, it names the rate of the network that is predicted. Without
     `hardware`, the GPUs of a host share its memory.
     """
-    ranks = sharing_host_memory(hardware, gpus, hosts) if hardware else gpus // hosts
     shared = msgspec.structs.replace(
         plan,
         gpus=gpus,
@@ -153,7 +152,7 @@ def of_all(plan: Plan, hardware: HardwareSpec | None, gpus: int, hosts: int = 1)
         network_gb_per_s=hardware.network_gb_per_s if hardware and hosts > 1 else None,
         digest="",
         prediction=None,
-        host_limit_bytes=plan.host_limit_bytes // ranks,
+        host_limit_bytes=plan.host_limit_bytes // sharing_host_memory(hardware, gpus // hosts),
         workload=msgspec.structs.replace(
             plan.workload, accumulation=plan.workload.accumulation * gpus, sum_group=1
         ),

@@ -152,23 +152,27 @@ class SlotSearch:
         """Returns the fastest plan that fits. If none fits, returns the plan that exceeds its
         limits by the fewest bytes.
         """
-        finals: list[Choice] = []
+        finals: dict[tuple[int, int], Choice] = {}
         pairs = self._first_round()
         for pair in pairs:
             choice = self._complete(*pair)
-            finals += [choice] if choice.feasible else []
+            if choice.feasible:
+                finals[pair] = choice
             if len(finals) == _PAIRS:
                 break
         if not finals:
             return self._missed()
-        fastest = min(choice.step_seconds for choice in finals)
+        fastest = min(choice.step_seconds for choice in finals.values())
         best = min(
-            (choice for choice in finals if choice.step_seconds <= fastest * _TIE), key=memory_taken
+            (choice for choice in finals.values() if choice.step_seconds <= fastest * _TIE),
+            key=memory_taken,
         )
         interval = best.plan.knobs.checkpoint_interval
         for slots in self.weight_slots:
-            if slots > best.plan.knobs.weight_slots and (interval, slots) in pairs:
-                choice = self._complete(interval, slots)
+            pair = (interval, slots)
+            # A pair that the first round left out does not fit.
+            if slots > best.plan.knobs.weight_slots and pair in pairs:
+                choice = finals.get(pair) or self._complete(*pair)
                 if not choice.feasible or choice.step_seconds * _TIE >= best.step_seconds:
                     break
                 best = choice

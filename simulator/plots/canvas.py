@@ -138,9 +138,16 @@ def save(figure: Figure, path: Path) -> None:
 
     Raises UserError if `path` cannot be written.
     """
+    write_bytes(path, file_bytes(figure, format="png", dpi=DPI, metadata={"Software": None}))
+
+
+def file_bytes(figure: Figure, **options: Any) -> bytes:
+    """Returns the bytes of the figure's file. `options` are those of `Figure.savefig`.
+
+    Letters that the font lacks are no warning, because names of models and folders may have them.
+    """
     picture = io.BytesIO()
     with warnings.catch_warnings():
-        # Names of models and folders may have letters that the font lacks.
         warnings.filterwarnings("ignore", r"Glyph \d+ .* missing from font")
-        figure.savefig(picture, format="png", dpi=DPI, metadata={"Software": None})
-    write_bytes(path, picture.getvalue())
+        figure.savefig(picture, **options)
+    return picture.getvalue()

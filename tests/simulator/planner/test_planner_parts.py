@@ -612,6 +612,15 @@ def test_the_fourth_round_adds_slots_as_long_as_that_is_faster(
     assert search.best().plan.knobs.weight_slots == chosen
 
 
+def test_the_fourth_round_tries_only_slots_that_can_fit() -> None:
+    """With this limit, 8 weight slots do not fit with any number of gradient slots."""
+    model, work = ModelSpec.load("qwen2.5-7b"), Workload(batch=8, sequence=1024)
+    limits = {"device_limit": 9100 * 2**20, "host_limit": 2**40}
+    choice = search(model, HardwareSpec.load("h200"), work, policies=["k_buffer"], **limits)[0]
+    assert choice.feasible
+    assert choice.plan.knobs.weight_slots < 8
+
+
 def test_limits_of_one_memory_are_the_lower_one() -> None:
     """A search without a verdict also applies it. With two memories, each has its own limit."""
     mac, own = HardwareSpec.load("apple-m4-max"), HardwareSpec.load("h200")
