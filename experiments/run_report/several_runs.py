@@ -52,7 +52,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_second: float
     """Median over the steps under the run's current plan, without warm-up steps."""
     text_tokens_per_second: float | None
-    """The same without padding. None if the rows have no padding, or if its share is not known."""
+    """The same without padding. None if the share of padding is not known."""
     step_seconds: float
     """Median wall time of the same steps."""
     predicted_step_seconds: float | None
@@ -141,9 +141,7 @@ def _summary(folder: Path, record: StepRecord, last_steps: int, common: int) -> 
         evaluation_loss=evaluations[-1] if evaluations else None,
         best_evaluation_loss=min(evaluations) if evaluations else None,
         tokens_per_second=speed,
-        text_tokens_per_second=(
-            speed * (1 - training.padding) if training and training.padding else None
-        ),
+        text_tokens_per_second=(speed * (1 - training.padding) if training else None),
         step_seconds=statistics.median(record.steady_seconds.values()),
         predicted_step_seconds=plan.prediction.step_seconds if plan.prediction else None,
         device_bytes=measured.get("device_peak_bytes", measured.get("device_pool_bytes")),
@@ -227,6 +225,9 @@ def format_runs(compared: RunsCompared, names: Sequence[str], width: int = 80) -
         row("steps", "steps", "{:,}".format, change=False),
     ]
     shared = [cells for cells in facts if len(set(cells[1 : len(runs) + 1])) == 1]
+    some_have_padding = any(
+        run.text_tokens_per_second not in (None, run.tokens_per_second) for run in runs
+    )
     some_are_longer = len({run.steps for run in runs}) > 1
     rows = [
         ["", *names, *(["change"] if two else [])],
@@ -241,7 +242,11 @@ def format_runs(compared: RunsCompared, names: Sequence[str], width: int = 80) -
         row("evaluation loss, last", "evaluation_loss", _loss),
         row("evaluation loss, best", "best_evaluation_loss", _loss),
         row("tokens/s", "tokens_per_second", "{:,.1f}".format),
-        row("tokens/s without padding", "text_tokens_per_second", "{:,.1f}".format),
+        *(
+            [row("tokens/s without padding", "text_tokens_per_second", "{:,.1f}".format)]
+            if some_have_padding
+            else []
+        ),
         row("step", "step_seconds", format_seconds),
         row("step, predicted", "predicted_step_seconds", format_seconds),
         row("device memory", "device_bytes", format_bytes),

@@ -120,6 +120,7 @@ def draw(results: Results) -> Drawn:
         )
         for plan in measured
     ]
+    errors = [plan.error for plan in measured]
     streamed = [plan for plan in best if plan.policy in ("double_buffer", "k_buffer", "sequential")]
     by_host = [plan for plan in best if plan.regime in HOST]
     papers = max(
@@ -142,10 +143,9 @@ def draw(results: Results) -> Drawn:
             f" plan in up to 40 GiB ({at_40.policy}) reaches {at_40.tokens_per_s:,.0f}."
             f" More memory gains little: {best[-1].device_gib:.0f} GiB are"
             f" {best[-1].tokens_per_s / at_40.tokens_per_s:.2f} times as fast as 40."
-            f" {len(measured)} plans of the front were measured on one H200 with 16 cores: their"
-            " step times are predicted with errors of"
-            f" {min(plan.error for plan in measured):+.1%} to"
-            f" {max(plan.error for plan in measured):+.1%}."
+            f" For {len(measured)} limits of memory, plans were made for a host with 16 cores and"
+            " 116 GiB, and measured: their step times were predicted with errors of"
+            f" {min(errors):+.1%} to {max(errors):+.1%}."
         ),
         caption=(
             f"Predictions of {date}, library's H200 (64 cores, 512 GiB), eager layers. Measured"

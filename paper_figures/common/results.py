@@ -263,19 +263,21 @@ class Results:
 
     def heldout_rows(self) -> dict[str, list[dict[str, Any]]]:
         """Returns the rows of `megatrain.experiments.heldout` on an H200 by the name of their
-        folder. Each case has one row, of its last repetition, and failed plans have none.
+        folder. Each case has one row, that of its repetition with the median step time. Failed
+        plans have none.
         """
         found = {}
         for path in sorted(self.folder.glob("h200-*/rows.jsonl")):
             fix = f"make it with the command that {path.parent / 'README.md'} names"
             try:
                 rows = [json.loads(line) for line in _or(fix, read_text, path).splitlines()]
+                cases: dict[str, list[dict[str, Any]]] = {}
+                for row in sorted(rows, key=lambda row: row["step_seconds"] or 0.0):
+                    if not (row.get("failure") or row.get("same_as")) and row["plan"]["prediction"]:
+                        cases.setdefault(row["name"], []).append(row)
+                names = dict.fromkeys(row["name"] for row in rows)
                 found[path.parent.name] = [
-                    row
-                    for row in {row["name"]: row for row in rows}.values()
-                    if not row.get("failure")
-                    and not row.get("same_as")
-                    and row["plan"]["prediction"]
+                    cases[name][len(cases[name]) // 2] for name in names if name in cases
                 ]
             except (ValueError, KeyError, TypeError) as error:
                 raise UserError(

@@ -59,7 +59,7 @@ def open_data(
     training = reader.read(sources)
     if other_sources is None:
         kept, evaluation = split(training.documents, options)
-        _refuse_emptied(options.paths, training, kept)
+        _note_emptied(options.paths, training, kept, on_note)
     else:
         other = reader.read(other_sources)
         _compare(training, other, on_note)
@@ -127,19 +127,20 @@ def read_data(
     return replace(data, documents=epoch), reader.tokenizer
 
 
-def _refuse_emptied(paths: Sequence[str], data: TokenizedData, kept: Documents) -> None:
-    """Raises UserError if a source has documents, but none in `kept`, the training documents."""
+def _note_emptied(
+    paths: Sequence[str], data: TokenizedData, kept: Documents, on_note: Note
+) -> None:
+    """Warns of each source that has no document in `kept`, the training documents."""
     given, left = (
         np.bincount(_source_numbers(data, documents), minlength=len(paths))
         for documents in (data.documents, kept)
     )
     for path, before, after in zip(paths, given, left, strict=True):
-        if before and not after:
-            raise UserError(
-                "data: evaluation",
-                found=f"{counted(int(before), 'document')} of {path}, all kept for evaluation",
-                allowed="at least one document of each source to train on",
-                fix="keep fewer, or give other data with --evaluation-data",
+        if not after:
+            on_note(
+                f"warning: {path} is not trained on, because {counted(int(before), 'document')},"
+                " all that it has, are kept for evaluation. Keep fewer, or give other data with"
+                " --evaluation-data"
             )
 
 

@@ -224,6 +224,19 @@ def test_steps_of_the_peers_over_batches_are_predicted_in_the_mean(
     assert host <= 0.02
 
 
+def test_the_rows_of_our_own_files_count_as_our_measurements(
+    results: list[ValidationResult],
+) -> None:
+    folder = Path(validate_published.__file__).parent / "published"
+    for file in ("h200.csv", "h100.csv"):
+        with (folder / file).open() as lines:
+            names = {(row["item"], row["setting"]) for row in csv.DictReader(lines)}
+        origins = {
+            found.row.origin for found in results if (found.row.item, found.row.setting) in names
+        }
+        assert origins == {OWN}, file
+
+
 def test_the_host_memory_of_the_paper_s_runs_is_predicted_within_2_percent(
     results: list[ValidationResult],
 ) -> None:

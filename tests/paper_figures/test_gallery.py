@@ -440,3 +440,8 @@ def test_a_held_out_plan_that_was_measured_several_times_counts_once() -> None:
     for folder, rows in Results().heldout_rows().items():
         names = [row["name"] for row in rows]
         assert len(set(names)) == len(names), folder
+    rows = Results().heldout_rows()["h200-16-cores-choices"]
+    assert len(rows) == 13
+    assert next(row for row in rows if row["name"].endswith("/best"))["step_seconds"] == (
+        pytest.approx(0.35502, abs=1e-4)
+    )

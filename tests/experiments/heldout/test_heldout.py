@@ -157,6 +157,8 @@ def test_the_cases_of_figures_have_the_loss_chunk_of_the_planner() -> None:
     assert sum(case in front for case in limits) >= 6
     assert len(limits - front) >= 8
     assert limits - front <= places
+    assert len(limits) == len(chosen.cases)
+    assert chosen.host_bytes == 116 * 2**30
     case = next(case for case in chosen.cases if case.batch == 4)
     planned = plan_case(chosen, case, hardware, "h200")
     assert planned

@@ -166,19 +166,18 @@ def test_evaluation_documents_are_never_trained_on(
     assert not trained & evaluated
 
 
-def test_each_source_keeps_documents_to_train_on(opened: Callable[..., Any], jsonl: Folder) -> None:
+def test_a_source_that_is_only_evaluated_on_is_named(
+    opened: Callable[..., Any], jsonl: Folder
+) -> None:
     one, two = jsonl(MANY, "one.jsonl"), jsonl(OTHERS[:5], "two.jsonl")
     paths = (str(one), f"{two}:2")
-    opened(paths, evaluation_documents=4)
-    with pytest.raises(
-        UserError,
-        match=(
-            rf"^data: evaluation: found 5 documents of {two}:2, all kept for evaluation; allowed:"
-            r" at least one document of each source to train on; fix: keep fewer, or give other"
-            r" data with --evaluation-data$"
-        ),
-    ):
-        opened(paths, evaluation_documents=5)
+    warning = (
+        f"warning: {two}:2 is not trained on, because 5 documents, all that it has, are kept for"
+        " evaluation. Keep fewer, or give other data with --evaluation-data"
+    )
+    for documents, warned in ((4, False), (5, True)):
+        _, _, notes = opened(paths, evaluation_documents=documents)
+        assert [note for note in notes if "not trained on" in note] == [warning] * warned
 
 
 @pytest.mark.parametrize("same_file", ["one.jsonl", "."])
