@@ -80,22 +80,17 @@ def draw(results: Results) -> Drawn:
     )
     tokens = sweep.plans[0].batch * sweep.plans[0].accumulation * sweep.plans[0].sequence
     measured = [plan for plan in measured_plans(results) if plan.tokens == tokens]
-    axes.plot(
+    style.measured(
+        axes,
         [plan.device_gib for plan in measured],
         [plan.tokens_per_s for plan in measured],
-        linestyle="none",
-        marker="*",
-        markersize=9,
-        markerfacecolor=LOOKS["overlapped"][0],
-        markeredgecolor="black",
-        markeredgewidth=0.6,
-        label="measured",
-        zorder=7,
+        "ours",
     )
     axes.set_ylim(0, 1.12 * best[-1].tokens_per_s)
     axes.set_xlim(0, 145)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    style.legend(figure, axes.get_legend_handles_labels()[0], 3)
+    entries = [*axes.get_legend_handles_labels()[0], *style.handles((), paper=False, stars=True)]
+    style.legend(figure, entries, 3)
     rows = [
         TableRow(
             item=(
