@@ -57,6 +57,26 @@ def test_memory_is_at_most_one_percent_too_small(cases: list[UncalibratedCase]) 
     assert max(case.memory for case in cases) <= 0.143
 
 
+@pytest.mark.parametrize(
+    ("name", "plans", "most"), [("h200-regimes", 15, 0.04), ("h200-16-cores-choices", 13, 0.07)]
+)
+def test_whole_models_and_all_policies_are_predicted(
+    name: str, plans: int, most: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With one sequence of 1,024 tokens, the host of the measured machine was too slow. A case that
+    has the plan of another one was not measured again.
+    """
+    assert main([str(RESULTS / name)]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if "GiB/" in line]
+    errors = [
+        abs(float(next(word for word in line if word.endswith("%")).rstrip("%"))) / 100
+        for line in lines
+        if "/1x1x1024/" not in line[0]
+    ]
+    assert len(lines) == plans
+    assert max(errors) <= most
+
+
 def test_the_stored_table_is_todays(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(STORED)]) == 0
     assert capsys.readouterr().out == (STORED / "errors.txt").read_text()
