@@ -51,14 +51,17 @@ class Polishing(Ranking):
         Each step goes to a plan that differs from the last one by one change, for which the plan
         gives up something else (`MakingRoom`). Steps hardly change the share of host updates. So
         the fastest plan with each other share (`by_share`) is polished, too, if it is nearly as
-        fast.
+        fast, and if its lower bound is below the step time of `best`, because steps hardly lower
+        the bound.
         """
-        limit = _MOST_RIVAL * self.time(best.plan)
+        limit = self.time(best.plan)
         starts = [best.plan]
         starts += [
             plan
             for share, (time, plan) in self.by_share.items()
-            if share != host_share(best.plan) and time < limit
+            if share != host_share(best.plan)
+            and time < _MOST_RIVAL * limit
+            and self.lower_bound.step_ns(plan) * _LEAST_POLISH < limit
         ]
         ends = [self._polished(plan) for plan in starts]
         found = [self._estimate(end) for end in ends if end not in starts]
