@@ -20,8 +20,11 @@ from megatrain.simulator.planner.ranking import WAITING_NEARBY, Ranking
 from megatrain.simulator.schedule.plan import Knobs, Plan
 
 # The fastest plan with another share of host updates is polished, too, unless the best plan is
-# faster by this factor. With 1.02, the step of a test case was predicted 12 % slower.
-_MOST_RIVAL = 1.06
+# faster by this factor. It is larger if the best plan takes longer than its lower bound by
+# `_WAITING`, because then another plan can gain more. With 1.02 alone, the step of a test case was
+# predicted 12 % slower.
+_MOST_RIVAL, _MOST_RIVAL_OF_WAITING = 1.02, 1.06
+_WAITING = 1.03
 _LEAST_POLISH = 1.002  # the best plan is changed if that makes it faster by this factor
 # Plans near the best one that are lowered before the search goes on from the fastest of them.
 _MOST_POLISHED = 12
@@ -51,17 +54,16 @@ class Polishing(Ranking):
         Each step goes to a plan that differs from the last one by one change, for which the plan
         gives up something else (`MakingRoom`). Steps hardly change the share of host updates. So
         the fastest plan with each other share (`by_share`) is polished, too, if it is nearly as
-        fast, and if its lower bound is below the step time of `best`, because steps hardly lower
-        the bound.
+        fast.
         """
-        limit = self.time(best.plan)
+        time = self.time(best.plan)
+        waits = self.lower_bound.step_ns(best.plan) * _WAITING < time
+        limit = time * (_MOST_RIVAL_OF_WAITING if waits else _MOST_RIVAL)
         starts = [best.plan]
         starts += [
             plan
-            for share, (time, plan) in self.by_share.items()
-            if share != host_share(best.plan)
-            and time < _MOST_RIVAL * limit
-            and self.lower_bound.step_ns(plan) * _LEAST_POLISH < limit
+            for share, (other, plan) in self.by_share.items()
+            if share != host_share(best.plan) and other < limit
         ]
         ends = [self._polished(plan) for plan in starts]
         found = [self._estimate(end) for end in ends if end not in starts]
