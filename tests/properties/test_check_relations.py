@@ -228,25 +228,53 @@ def _draw_more(data: st.DataObject, case: Case) -> tuple[HardwareSpec, dict[str,
     return _with_more(case, what, more)
 
 
-def _times_as_long(data: st.DataObject, case: Case) -> float:
+Search = Callable[[Case, HardwareSpec, dict[str, int]], Choice]
+
+
+def _on_one_gpu(case: Case, hardware: HardwareSpec, limits: dict[str, int]) -> Choice:
+    """Returns the best plan of `case` for one GPU of `hardware`."""
+    return case.searched(hardware, **limits)
+
+
+def _on_two_gpus(case: Case, hardware: HardwareSpec, limits: dict[str, int]) -> Choice:
+    """Returns the best plan of `case` for two GPUs of `hardware`."""
+    work = msgspec.structs.replace(case.work, clipping="global", state="exact")
+    (plan,) = plans_of(case.spec, hardware, work, policies=["overlapped"], **limits)
+    return shared_step(plan, hardware, 2)
+
+
+def _times_as_long(data: st.DataObject, case: Case, search: Search) -> float:
     """Returns the step time with more of something divided by the step time of `case`, or 0 if
     nothing fits `case`. Asserts that what fits `case` fits with more.
     """
-    before = case.searched()
-    hardware, limits = _draw_more(data, case)
-    after = case.searched(hardware, **limits)
+    before = search(case, HardwareSpec.load(case.machine), case.limits)
+    after = search(case, *_draw_more(data, case))
     assert after.feasible >= before.feasible
     return after.step_seconds / before.step_seconds if before.feasible else 0.0
 
 
 @related(many=0)
 def test_more_of_anything_is_no_slower(data: st.DataObject, case: Case) -> None:
-    assert _times_as_long(data, case) <= SLOWER
+    assert _times_as_long(data, case, _on_one_gpu) <= SLOWER
+
+
+@related(few=2, many=0, machines=STREAMING)
+def test_more_of_anything_is_no_slower_with_two_gpus(data: st.DataObject, case: Case) -> None:
+    assert _times_as_long(data, case, _on_two_gpus) <= SLOWER
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(7200)
-def test_more_of_anything_is_seldom_slower(record_property: Callable[[str, object], None]) -> None:
+@pytest.mark.parametrize(
+    ("search", "machines"),
+    [
+        pytest.param(_on_one_gpu, STREAMING + UNIFIED, id="one-gpu"),
+        pytest.param(_on_two_gpus, STREAMING, id="two-gpus"),
+    ],
+)
+def test_more_of_anything_is_seldom_slower(
+    search: Search, machines: tuple[str, ...], record_property: Callable[[str, object], None]
+) -> None:
     """The examples of any model are drawn anew in each run. No search guarantees this for all.
 
     A report of `--junitxml` has the counts.
@@ -254,32 +282,15 @@ def test_more_of_anything_is_seldom_slower(record_property: Callable[[str, objec
     ratios = list[float]()
 
     def compare(data: st.DataObject, case: Case) -> None:
-        ratios.append(_times_as_long(data, case))
+        ratios.append(_times_as_long(data, case, search))
 
-    drawn_examples(compare, 200, derandomize=False)
+    drawn_examples(compare, 200, derandomize=False, machines=machines)
     fitting = [ratio for ratio in ratios if ratio]
     slower = sorted(ratio for ratio in fitting if ratio > SLOWER)
     record_property("pairs that fit", len(fitting))
     record_property("times as long, if above 1.005", slower)
     assert len(fitting) > 100
     assert len(slower) <= SELDOM * len(fitting)
-
-
-def _on_two_gpus(case: Case, hardware: HardwareSpec, limits: dict[str, int]) -> Choice:
-    """Returns the best plan of `case` for two GPUs of `hardware`."""
-    (plan,) = plans_of(case.spec, hardware, case.work, policies=["overlapped"], **limits)
-    return shared_step(plan, hardware, 2)
-
-
-@related(few=2, machines=STREAMING)
-def test_more_of_anything_is_no_slower_with_two_gpus(data: st.DataObject, case: Case) -> None:
-    work = msgspec.structs.replace(case.work, clipping="global", state="exact")
-    case = msgspec.structs.replace(case, work=work)
-    before = _on_two_gpus(case, HardwareSpec.load(case.machine), case.limits)
-    after = _on_two_gpus(case, *_draw_more(data, case))
-    assert after.feasible >= before.feasible
-    if before.feasible:
-        assert after.step_seconds <= SLOWER * before.step_seconds
 
 
 @pytest.mark.parametrize(
