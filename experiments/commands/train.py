@@ -441,14 +441,18 @@ def _run(
     config: Config,
     ranks: Ranks | None = None,
 ) -> int:
-    """Calls `_train`. After training has begun, an error of the user, of a path or of the disk
-    becomes a RunError, which says how the run can be continued.
+    """Calls `_train`. After training has begun, an error of the user, of a path, of the disk or of
+    a checkpoint becomes a RunError, which says how the run can be continued.
     """
     start = _Begun()
     try:
         return _train(args, plan_file, lock, config, start, ranks)
-    except (UserError, OSError) as error:
-        shown = error if isinstance(error, UserError) else path_error(error)
+    except (UserError, RunError, OSError) as error:
+        from megatrain.runtime.checkpoint.checkpoint import CheckpointError
+
+        if isinstance(error, RunError) and not isinstance(error, CheckpointError):
+            raise
+        shown = path_error(error) if isinstance(error, OSError) else error
         if shown is None or not start.begun:
             raise
         leads = ranks is None or ranks.leads

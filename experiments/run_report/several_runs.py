@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 
 from megatrain.experiments.run_report.step_record import StepRecord, read_record
-from megatrain.runtime.data.summary import DataSummary
+from megatrain.runtime.data.summary import read_summaries
 from megatrain.runtime.training.learning_rate import format_rate
 from megatrain.runtime.warm_up import WARM_UP_STEPS
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.base.files import convert, read_json, read_toml
+from megatrain.simulator.base.files import read_json, read_toml
 from megatrain.simulator.base.units import format_bytes, format_seconds
 from megatrain.simulator.compare.error_table import align, signed_percent
 from megatrain.simulator.schedule.plan import Plan
@@ -127,7 +127,7 @@ def _summary(folder: Path, record: StepRecord, last_steps: int, common: int) -> 
     evaluations = [evaluation.loss for evaluation in record.evaluations]
     speeds = record.speeds[record.first :]
     speed = statistics.median(speeds[WARM_UP_STEPS:] or speeds)
-    training = _data(folder).get("training")
+    training = read_summaries(folder).get("training")
     return RunSummary(
         run=str(folder),
         model=plan.model.name,
@@ -149,12 +149,6 @@ def _summary(folder: Path, record: StepRecord, last_steps: int, common: int) -> 
     )
 
 
-def _data(folder: Path) -> dict[str, DataSummary]:
-    """Returns the summaries of a run's data, or an empty dictionary if it has none."""
-    path = folder / "data.json"
-    return convert(read_json(path), dict[str, DataSummary], str(folder)) if path.is_file() else {}
-
-
 def _settings(folder: Path) -> dict[str, str]:
     """Returns the settings of a run's config and plan by name, as text."""
     config = folder / "config.toml"
@@ -173,9 +167,8 @@ def _settings(folder: Path) -> dict[str, str]:
         for key, value in msgspec.to_builtins(part).items()
         if not isinstance(value, dict)
     }
-    flat |= {
-        f"tokens of the {name} data": f"{data.tokens:,}" for name, data in _data(folder).items()
-    }
+    summaries = read_summaries(folder)
+    flat |= {f"tokens of the {name} data": f"{data.tokens:,}" for name, data in summaries.items()}
     flat["plan.device_limit"] = format_bytes(plan.device_limit_bytes)
     flat["plan.host_limit"] = format_bytes(plan.host_limit_bytes)
     return flat

@@ -10,10 +10,9 @@ from html import escape
 
 from megatrain.experiments.run_report.compared_run import ComparedRun
 from megatrain.experiments.run_report.tables import Cell, table
-from megatrain.runtime.data.summary import DataSummary
+from megatrain.runtime.data.summary import DataSummary, read_summaries
 from megatrain.runtime.training.answers import Answer, read_answers
 from megatrain.runtime.training.learning_rate import format_rate
-from megatrain.simulator.base.files import convert, read_json
 from megatrain.simulator.base.units import format_seconds
 
 _MOST_EVALUATIONS = 20
@@ -89,10 +88,8 @@ def data(run: ComparedRun) -> str:
 
     It is empty for a run without `data.json`, whose batches did not come from files.
     """
-    path = run.folder / "data.json"
-    if not path.is_file():
+    if not (found := read_summaries(run.folder)):
         return ""
-    found = convert(read_json(path), dict[str, DataSummary], str(path))
     columns = list(found.values())
     rows: list[Sequence[Cell]] = []
 

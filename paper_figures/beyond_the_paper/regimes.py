@@ -11,7 +11,10 @@ from matplotlib.patches import Patch, Rectangle
 from megatrain.paper_figures.common import style
 from megatrain.paper_figures.common.results import Results, StoredAnswer
 from megatrain.paper_figures.common.table import Drawn, TableRow
+from megatrain.simulator.base.errors import UserError
 
+_MEASURED = "h200-regimes"
+"""The folder of the measured plans."""
 HOST = ("host updates some", "host updates most")
 REGIMES = {
     "resident": ("resident: nothing streams", "#009E73", ""),
@@ -77,9 +80,18 @@ class MeasuredPlan(NamedTuple):
 
 
 def measured_plans(results: Results) -> list[MeasuredPlan]:
-    """Returns the measured plans of the suite `figures` of `megatrain.experiments.heldout`."""
+    """Returns the measured plans of the suite `figures` of `megatrain.experiments.heldout`. Raises
+    UserError if there are none.
+    """
+    if not (rows := results.heldout_rows().get(_MEASURED)):
+        raise UserError(
+            str(results.folder / _MEASURED),
+            found="no measured plan",
+            allowed="a folder that `python -m megatrain.experiments.heldout` wrote",
+            fix="run it with --suite figures and this folder as --out",
+        )
     found = []
-    for row in results.heldout_rows().get("h200-regimes", []):
+    for row in rows:
         work, prediction = row["plan"]["workload"], row["plan"]["prediction"]
         tokens = work["batch"] * work["accumulation"] * work["sequence"]
         found.append(

@@ -6,9 +6,12 @@ This module does not import torch, so a report can read the numbers quickly.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
+
+from megatrain.simulator.base.files import convert, read_json
 
 if TYPE_CHECKING:
     from megatrain.runtime.data.corpus.corpus import Corpus
@@ -43,6 +46,16 @@ class DataSummary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Number of rows of `sequence` tokens into which the documents are packed."""
     padding: float
     """Share of padding in the packed rows, from 0 to 1."""
+
+
+def read_summaries(run: Path) -> dict[str, DataSummary]:
+    """Returns the summaries in the folder of a run: `training` and, if there is one, `evaluation`.
+
+    The dictionary is empty if the batches did not come from files. Raises UserError for a damaged
+    file.
+    """
+    path = run / "data.json"
+    return convert(read_json(path), dict[str, DataSummary], str(path)) if path.is_file() else {}
 
 
 def summarize_data(

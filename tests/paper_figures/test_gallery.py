@@ -445,3 +445,11 @@ def test_a_held_out_plan_that_was_measured_several_times_counts_once() -> None:
     assert next(row for row in rows if row["name"].endswith("/best"))["step_seconds"] == (
         pytest.approx(0.35502, abs=1e-4)
     )
+
+
+@pytest.mark.parametrize("figure", ["regimes", "pareto"])
+def test_missing_measured_plans_are_named(figure: str, tmp_path: Path) -> None:
+    folder = link_all(tmp_path)
+    (folder / "h200-regimes").unlink()  # a link
+    with pytest.raises(UserError, match=r"h200-regimes: found no measured plan; .*--suite figures"):
+        draw(figure, Results(folder))

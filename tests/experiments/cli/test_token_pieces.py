@@ -176,6 +176,18 @@ def test_pieces_are_chosen_for_a_long_sequence_if_they_are_faster(
             65536,
             id="slower",
         ),
+        pytest.param(
+            {None: (88, 28), 65536: (82, 24), 32768: (82, 24)},
+            [None, 65536, 32768],
+            65536,
+            id="equal",
+        ),
+        pytest.param(
+            {None: (88, 1), 65536: (80, 0), 32768: (81, 0)},
+            [None, 65536, 32768],
+            65536,
+            id="one-layer",
+        ),
         pytest.param({None: (88, 0)}, [None], None, id="no-attention-computed-twice"),
     ],
 )

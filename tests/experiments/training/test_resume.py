@@ -20,6 +20,8 @@ from typing import Any
 import pytest
 from fake_hub import FIRST, SECOND, FakeHub, jsonl
 
+from megatrain.runtime.checkpoint.checkpoint import CheckpointError
+from megatrain.runtime.checkpoint.folder import Checkpoints
 from megatrain.runtime.files.exported_models import newest_model
 from megatrain.simulator.base.files import read_json
 from megatrain.simulator.schedule.plan import Plan
@@ -278,6 +280,24 @@ def test_a_run_is_resumed_with_data_that_has_moved(command: Command) -> None:
     good(
         command("train", "--resume", "run", "--data", "elsewhere", "--steps", 5, "--device", "cpu")
     )
+
+
+def test_the_last_line_names_the_model_if_no_checkpoint_was_saved(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk may be full when the last checkpoint is written, after the model."""
+
+    def full(*_: object) -> None:
+        raise CheckpointError("checkpoint run/checkpoints was not saved: no space left on device")
+
+    monkeypatch.setattr(Checkpoints, "save", full)
+    outcome = command(*NEW, "--steps", 1, "--out", "run")
+    assert outcome.status == 1
+    assert outcome.err.endswith(
+        "megatrain: checkpoint run/checkpoints was not saved: no space left on device; the run"
+        " stopped after step 1; no checkpoint was saved, but the model is in run/model\n"
+    )
+    assert Path("run/model/model.safetensors").is_file()
 
 
 @pytest.mark.usefixtures("workplace")
