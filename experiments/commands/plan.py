@@ -103,7 +103,6 @@ def run(args: argparse.Namespace) -> int:
             marginal=args.why,
             chunk_chosen=args.loss_chunk is None and not args.source_plan,
             kernel_chosen=kernel_chosen,
-            keep_documents=args.documents is True,
         )
     width = layout.terminal_width()
     about_machine = options.machine_notes(hardware, best.plan.model)

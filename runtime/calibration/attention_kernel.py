@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from megatrain.runtime.calibration.timing import rounded, time_repeatedly
+from megatrain.runtime.layers import flash4
 from megatrain.runtime.memory.arenas import TORCH_DTYPE
 from megatrain.simulator.hardware.machine import MOST_HALF_TOKENS, AttentionRate
 from megatrain.simulator.model.attention_kernel import KERNELS
@@ -32,7 +33,11 @@ and a step has many rows: on an H200, a row of 1,024 tokens took four times as l
 batch of 32."""
 _REPEATS = 3
 """Number of calls that are timed."""
-_BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+_BACKENDS: dict[Kernel | None, SDPBackend] = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+}
+"""Kernel of PyTorch -> its name there."""
 
 
 def attention_curve(
@@ -49,7 +54,9 @@ def attention_curve(
     if unfused and not model.fuses_scores(workload):
         return ()
     kernel = workload.kernel if device.type == "cuda" else None
-    backend = sdpa_kernel(_BACKENDS[kernel]) if kernel else contextlib.nullcontext()
+    if kernel == "flash4" and flash4.missing(device):
+        return ()
+    backend = sdpa_kernel(_BACKENDS[kernel]) if kernel in _BACKENDS else contextlib.nullcontext()
     points: list[tuple[int, int, int]] = []
     length = _SHORTEST
     with backend:
@@ -85,6 +92,8 @@ def _row(
 ) -> tuple[float, float]:
     """Returns the seconds of one forward and of one backward on a row of `length` tokens.
 
+    The caller selects among the kernels of PyTorch.
+
     Raises RuntimeError or MemoryError if memory runs out, or if there is no kernel for the model.
     """
     heads, pairs, size = model.heads
@@ -98,6 +107,9 @@ def _row(
     query, key, value = drawn(heads), drawn(pairs), drawn(pairs)
 
     def attend() -> torch.Tensor:
+        if workload.kernel == "flash4":
+            by_token = (tensor.transpose(1, 2) for tensor in (query, key, value))
+            return flash4.forward(*by_token, None, 0, -1, size**-0.5)[0]
         return scaled_dot_product_attention(
             query, key, value, is_causal=True, enable_gqa=heads != pairs
         )

@@ -16,22 +16,23 @@ pass keyword arguments on.
 | cpu | CPU | `_scaled_dot_product_flash_attention_for_cpu` | bf16 or fp32 |
 | flash | CUDA | `_scaled_dot_product_flash_attention` | bf16, head size a multiple of 8 |
 | cudnn | CUDA | `_scaled_dot_product_cudnn_attention` | bf16, head size a multiple of 8 |
+| flash4 | CUDA | none (`flash4.py`) | the same, Hopper or later, an optional package |
 
-All three allow fewer key and value heads than query heads. `FunctionalLayers` passes `kernel`,
+All of them allow fewer key and value heads than query heads. `FunctionalLayers` passes `kernel`,
 `kept`, `results` and `groups` to the layer, and the layer passes them to `attend`.
 
 With several groups of heads (`Workload.head_groups`), the kernels run for one group after another,
 forward and backward. Queries, keys, values and the output of all heads exist, so projections are
 computed once. What a kernel allocates for itself exists for one group at a time.
 
-Attention with sinks (`sinks.py`) uses the same kernels. On a GPU it uses the kernel of
-`lengths.py`, because that one supports windows, also for rows of one document.
+Attention with sinks (`sinks.py`) uses the same kernels. On a GPU it uses the kernels of
+`lengths.py`, because these support windows, also for rows of one document.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -42,6 +43,7 @@ from transformers import AttentionInterface, PretrainedConfig
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from megatrain.runtime.layers import flash4
 from megatrain.runtime.layers.lengths import (
     LengthBounds,
     attend_within,
@@ -60,7 +62,7 @@ from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.schedule.plan import Plan
 
-Kernel = Literal["cpu", "flash", "cudnn"]
+Kernel = Literal["cpu", "flash", "cudnn", "flash4"]
 NAME = "megatrain"
 """Name under which `attend` is registered in transformers."""
 _BACKENDS: dict[int, Kernel] = {
@@ -87,6 +89,14 @@ def kernel_of(model: ModelSpec, workload: Workload, device: torch.device) -> Ker
 
     Raises UserError if `device` cannot run this kernel for this model.
     """
+    if workload.attention == "flash4" and (why := flash4.missing(device)):
+        raise UserError(
+            "workload: attention",
+            found=why,
+            allowed=f"a GPU of the generation {' or '.join(flash4.GENERATIONS.values())}, with the"
+            f" package {flash4.PACKAGE}",
+            fix=flash4.fix(device),
+        )
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[workload.dtype]
     heads, pairs, size = model.heads
     query, key = (
@@ -112,11 +122,12 @@ def kernel_of(model: ModelSpec, workload: Workload, device: torch.device) -> Ker
             workload.attention,
             sdp.SDPAParams(query, key, key, None, 0.0, True, grouped),
         )
-        usable = computes_heads(workload.dtype, size) and (
-            sdp.can_use_flash_attention(parameters)
-            if kernel == "flash"
-            else sdp.can_use_cudnn_attention(parameters)
-        )
+        has_kernel: dict[Kernel, Callable[[sdp.SDPAParams], bool]] = {
+            "flash": sdp.can_use_flash_attention,
+            "cudnn": sdp.can_use_cudnn_attention,
+            "flash4": lambda _: size <= flash4.LARGEST_HEAD,
+        }
+        usable = computes_heads(workload.dtype, size) and has_kernel[kernel](parameters)
         mode = ", deterministic mode" if torch.are_deterministic_algorithms_enabled() else ""
         found = (
             f"{kernel} for {workload.dtype} heads of {size} on"
@@ -129,7 +140,7 @@ def kernel_of(model: ModelSpec, workload: Workload, device: torch.device) -> Ker
             allowed="a kernel that this machine has for this model",
             fix=(
                 "make the plan with --attention flash"
-                if workload.attention == "cudnn"
+                if workload.attention in ("cudnn", "flash4")
                 else "leave `attention` out of the workload"
                 if workload.attention
                 else "leave `attention` out of the plan's placement"
@@ -221,8 +232,8 @@ def attend(
         query: queries, [batch, heads, sequence, size].
         key: keys, [batch, key heads, sequence, size].
         value: values, [batch, key heads, sequence, value size].
-        attention_mask: a mask, None, or `LengthBounds`. With `LengthBounds`, `kernel` is ignored,
-            and the kernel in `lengths.py` is used.
+        attention_mask: a mask, None, or `LengthBounds`. With `LengthBounds`, the kernels of
+            `lengths.py` are used: `flash4` if `kernel` names it, and otherwise `flash`.
         scaling: factor on the scores. None means 1 / sqrt(size).
         kernel: the kernel. None means that PyTorch chooses it, and no results can be saved.
         kept: results of an earlier forward pass, which are used instead of running the kernel.
@@ -249,6 +260,7 @@ def attend(
                 results=results,
                 groups=groups,
                 sinks=s_aux,
+                kernel="flash4" if kernel == "flash4" else "flash",
             ),
             None,
         )
@@ -350,6 +362,10 @@ def _forward(
         outputs = aten._scaled_dot_product_flash_attention.default(
             query, key, value, 0.0, True, False, scale=scale
         )
+    elif kernel == "flash4":
+        rows = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        output, log_sum_exp = flash4.forward(*rows, None, 0, -1, scale)
+        return output.transpose(1, 2), log_sum_exp
     else:
         outputs = aten._scaled_dot_product_cudnn_attention.default(
             query, key, value, None, True, 0.0, True, False, scale=scale
@@ -442,6 +458,10 @@ def _backward(
             offset,
             scale=scale,
         )
+    elif kernel == "flash4":
+        rows = (tensor.transpose(1, 2) for tensor in (gradient, query, key, value, output))
+        of_query, of_key, of_value = flash4.backward(*rows, log_sum_exp, None, 0, -1, scale)
+        return of_query.transpose(1, 2), of_key.transpose(1, 2), of_value.transpose(1, 2)
     else:
         seed, offset = (torch.zeros((), dtype=torch.int64, device=query.device) for _ in range(2))
         outputs = aten._scaled_dot_product_cudnn_attention_backward.default(

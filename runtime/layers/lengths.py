@@ -1,11 +1,11 @@
-"""Attention within packed documents: PyTorch's variable-length flash attention for all documents of
-a micro-batch at once.
+"""Attention within packed documents: a variable-length kernel for all documents of a micro-batch at
+once. It is PyTorch's flash attention, or FlashAttention-4 if the workload names it (`flash4.py`).
 
 The kernel reads no mask and computes nothing for pairs of tokens in different documents. So it
 takes at most as long as causal flash attention over whole rows.
 
-The kernel is called through the aten ops that PyTorch's `torch.nn.attention.varlen.varlen_attn`
-calls. There are two reasons. `varlen_attn` cannot run the backward pass of a saved output. And the
+PyTorch's kernel is called through the aten ops that `torch.nn.attention.varlen.varlen_attn` calls.
+There are two reasons. `varlen_attn` cannot run the backward pass of a saved output. And the
 parameters of `varlen_attn` differ between PyTorch 2.10, 2.11 and 2.12, while the parameters of the
 ops do not.
 
@@ -16,18 +16,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch.backends import cuda as sdp
 
+from megatrain.runtime.layers import flash4
 from megatrain.runtime.layers.documents import begins
 from megatrain.runtime.layers.sinks import add_sinks, sink_gradient
 from megatrain.simulator.model.attention_masks import document_attention
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 
+Kernel = Literal["flash", "flash4"]
+"""The kernels that receive the lengths of documents."""
 # Sequence length of the tensors for asking PyTorch whether it has the kernel. The answer does not
 # depend on this length.
 _SEQUENCE = 128
@@ -44,6 +47,20 @@ class LengthBounds(NamedTuple):
     """Upper bound of the number of tokens in a document."""
     window: int
     """Number of tokens that a token attends to, including itself; 0 for no limit."""
+
+
+class Call(NamedTuple):
+    """What a call of a kernel needs besides its tensors."""
+
+    kernel: Kernel
+    starts: torch.Tensor
+    """Bounds of the documents, [documents + 1] int32."""
+    longest: int
+    """Upper bound of the number of tokens in a document."""
+    left: int
+    """Number of earlier tokens that a token attends to; -1 for all."""
+    scale: float
+    """Factor on the scores."""
 
 
 def takes_lengths(model: ModelSpec, workload: Workload, device: torch.device) -> bool:
@@ -115,6 +132,7 @@ def attend_within(
     results: list[torch.Tensor] | None = None,
     groups: int = 1,
     sinks: torch.Tensor | None = None,
+    kernel: Kernel = "flash",
 ) -> torch.Tensor:
     """Computes causal attention within each document.
 
@@ -130,6 +148,7 @@ def attend_within(
             appended.
         groups: number of groups of heads, for which the kernel runs one after another.
         sinks: sinks (`sinks.py`), [heads]. With sinks, saved results include them.
+        kernel: the kernel.
 
     Returns the output, [batch, sequence, heads, value size], contiguous.
     """
@@ -137,19 +156,18 @@ def attend_within(
     depth = value.shape[-1]
     width = _aligned(max(size, depth))
     left = documents.window - 1 if 0 < documents.window < length else -1
+    how = Call(kernel, documents.starts, documents.longest, left, scale)
     flat = [_flat(tensor, width) for tensor in (query, key, value)]
     log_sum_exp: torch.Tensor | None = None
     if kept is not None:
         saved = (_flat(kept[0].transpose(1, 2), width), _by_head(kept[1]))
     elif groups > 1 or sinks is not None:
-        saved = _computed(documents, left, scale, groups, sinks, *flat)
+        saved = _computed(how, groups, sinks, *flat)
         log_sum_exp = saved[1]
     if kept is not None or groups > 1 or sinks is not None:
-        output = _SavedLengthsAttention.apply(
-            documents.starts, documents.longest, left, scale, groups, *flat, *saved, sinks
-        )
+        output = _SavedLengthsAttention.apply(*how, groups, *flat, *saved, sinks)
     else:
-        output, log_sum_exp = forward(documents.starts, documents.longest, left, scale, *flat)
+        output, log_sum_exp = forward(how, *flat)
     contiguous = output[..., :depth].reshape(batch, length, heads, depth).contiguous()
     if results is not None:
         assert log_sum_exp is not None, "results that were saved are not saved again"
@@ -159,9 +177,7 @@ def attend_within(
 
 @torch.no_grad()
 def _computed(
-    documents: LengthBounds,
-    left: int,
-    scale: float,
+    how: Call,
     groups: int,
     sinks: torch.Tensor | None,
     query: torch.Tensor,
@@ -172,9 +188,7 @@ def _computed(
     after another. Autograd records nothing.
     """
     if groups == 1:
-        output, log_sum_exp = forward(
-            documents.starts, documents.longest, left, scale, query, key, value
-        )
+        output, log_sum_exp = forward(how, query, key, value)
     else:
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
         log_sum_exp = query.new_empty(query.shape[1], query.shape[0], dtype=torch.float32)
@@ -182,7 +196,7 @@ def _computed(
         for out, sums, *group in zip(
             output.chunk(groups, 1), log_sum_exp.chunk(groups, 0), *inputs, strict=True
         ):
-            made, found = forward(documents.starts, documents.longest, left, scale, *group)
+            made, found = forward(how, *group)
             out.copy_(made)
             sums.copy_(found)
     return (output, log_sum_exp) if sinks is None else add_sinks(output, log_sum_exp, sinks)
@@ -217,49 +231,39 @@ def backward_in_groups(
 
 
 def forward(
-    starts: torch.Tensor,
-    longest: int,
-    left: int,
-    scale: float,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    how: Call, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Runs the forward kernel. Autograd records its backward pass.
 
     Args:
-        starts: bounds of the documents, [documents + 1] int32.
-        longest: upper bound of the number of tokens in a document.
-        left: number of earlier tokens that a token attends to; -1 for all.
-        scale: factor on the scores.
+        how: the kernel, its bounds and its scale.
         query: queries, [tokens, heads, size].
         key: keys, [tokens, key heads, size].
         value: values, [tokens, key heads, size].
 
     Returns the output, [tokens, heads, size], and the log-sum-exp, [heads, tokens] fp32.
     """
+    if how.kernel == "flash4":
+        return flash4.forward(query, key, value, how.starts, how.longest, how.left, how.scale)
     outputs = torch.ops.aten._flash_attention_forward.default(
         query,
         key,
         value,
-        starts,
-        starts,
-        longest,
-        longest,
+        how.starts,
+        how.starts,
+        how.longest,
+        how.longest,
         0.0,
         True,
         False,
-        scale=scale,
-        **_window(left),
+        scale=how.scale,
+        **_window(how.left),
     )
     return outputs[0], outputs[1]
 
 
 def backward(
-    starts: torch.Tensor,
-    longest: int,
-    left: int,
-    scale: float,
+    how: Call,
     gradient: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -270,29 +274,27 @@ def backward(
     """Returns the gradients of query, key and value. The arguments have the same shapes as in
     `forward`, and `gradient` is the gradient of the output.
 
-    The kernel requires a random state as an argument, but does not read it without dropout.
+    PyTorch's kernel requires a random state as an argument, but does not read it without dropout.
     """
+    tensors = (gradient, query, key, value, output, log_sum_exp)
+    if how.kernel == "flash4":
+        return flash4.backward(*tensors, how.starts, how.longest, how.left, how.scale)
     seed, unused = (
         torch.zeros(2, dtype=torch.uint64, device=query.device),
         torch.empty(0, device=query.device),
     )
     outputs = torch.ops.aten._flash_attention_backward.default(
-        gradient,
-        query,
-        key,
-        value,
-        output,
-        log_sum_exp,
-        starts,
-        starts,
-        longest,
-        longest,
+        *tensors,
+        how.starts,
+        how.starts,
+        how.longest,
+        how.longest,
         0.0,
         True,
         seed,
         unused,
-        scale=scale,
-        **_window(left),
+        scale=how.scale,
+        **_window(how.left),
     )
     return outputs[0], outputs[1], outputs[2]
 
@@ -305,6 +307,7 @@ class _SavedLengthsAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
+        kernel: Kernel,
         starts: torch.Tensor,
         longest: int,
         left: int,
@@ -318,7 +321,8 @@ class _SavedLengthsAttention(torch.autograd.Function):
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(starts, sinks, query, key, value, output, log_sum_exp)
-        ctx.longest, ctx.left, ctx.scale, ctx.groups = longest, left, scale, groups
+        ctx.kernel, ctx.longest, ctx.left, ctx.scale = kernel, longest, left, scale
+        ctx.groups = groups
         return output.view_as(output)
 
     @staticmethod
@@ -328,9 +332,10 @@ class _SavedLengthsAttention(torch.autograd.Function):
         if sinks is not None:
             output, log_sum_exp = saved[-2:]
             of_sinks = sink_gradient(gradient, output, log_sum_exp, sinks, ctx.groups)
-        kernel = functools.partial(backward, starts, ctx.longest, ctx.left, ctx.scale)
+        how = Call(ctx.kernel, starts, ctx.longest, ctx.left, ctx.scale)
+        kernel = functools.partial(backward, how)
         gradients = backward_in_groups(kernel, ctx.groups, gradient, *saved, dim=0)
-        return None, None, None, None, None, *gradients, None, None, of_sinks
+        return None, None, None, None, None, None, *gradients, None, None, of_sinks
 
 
 def _window(left: int) -> dict[str, int]:

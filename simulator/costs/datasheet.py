@@ -58,6 +58,7 @@ from megatrain.simulator.hardware.cost_table import (
 )
 from megatrain.simulator.hardware.machine import AttentionRate, HardwareSpec
 from megatrain.simulator.hardware.several_gpus import CollectiveRate, SeveralGpus
+from megatrain.simulator.model.attention_kernel import is_optional, package
 from megatrain.simulator.model.attention_masks import document_attention
 from megatrain.simulator.model.families import UNFUSED_ATTENTION
 from megatrain.simulator.model.layer import DTYPE_BYTES
@@ -196,6 +197,7 @@ class Datasheet(EstimatedCosts):
         usual = AttentionRate(
             efficiency=hardware.attention_efficiency, half_tokens=hardware.attention_half_tokens
         )
+        _refuse_kernel(hardware, workload)
         attention = hardware.attention.get(workload.kernel or "", usual)
         fused = model.fuses_scores(workload)
         # Written-out scores always include the masked pairs, so documents change nothing there.
@@ -456,6 +458,22 @@ class Datasheet(EstimatedCosts):
     def products_ns(self, op: Op) -> int:
         """Returns the time of an update's matrix products in ns, from their FLOPs."""
         return math.ceil(op.flops / self._products_per_ns) if op.flops else 0
+
+
+def _refuse_kernel(hardware: HardwareSpec, workload: Workload) -> None:
+    """Raises UserError if the workload names an optional attention kernel for which the machine has
+    no rate.
+    """
+    kernel = workload.attention
+    if kernel is None or not is_optional(kernel) or kernel in hardware.attention:
+        return
+    raise UserError(
+        f"hardware {hardware.name}: attention",
+        found=f"no rate for {kernel}",
+        allowed=f"a machine with [attention.{kernel}]: the library's Hopper GPUs, or a Hopper or"
+        f" Blackwell GPU that was calibrated with the package {package(kernel)} installed",
+        fix="leave --attention out, or calibrate again with the package installed",
+    )
 
 
 def _work_of(op: Op) -> str:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
@@ -37,6 +37,7 @@ from megatrain.simulator.hardware.limits import (
 from megatrain.simulator.hardware.rates import Rates
 from megatrain.simulator.hardware.several_gpus import SeveralGpus, check_measured_counts, nearest
 from megatrain.simulator.hardware.shared import SharedMachine, machines_folder, shared_machines
+from megatrain.simulator.model.workload import Kernel
 from megatrain.simulator.schedule import LANES
 from megatrain.simulator.schedule.plan import MOST_NETWORK_GB_PER_S
 
@@ -93,7 +94,8 @@ class HardwareSpec(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True)
     attention_half_tokens: int = ATTENTION_HALF_TOKENS
     """`AttentionRate.half_tokens` of the kernels that are not in `attention`."""
     attention: dict[str, AttentionRate] = msgspec.field(default_factory=dict)
-    """Kernel, `flash` or `cudnn` -> its rate, if it differs from the two fields above."""
+    """Kernel -> its rate, if it differs from the two fields above. The kernels are `flash`, `cudnn`
+    and `flash4`. A machine without a rate for `flash4` does not have this kernel."""
     link: str = ""
     """The link, such as `PCIe 5.0 x16` or `NVLink-C2C`. With `C2C` in its name, each GPU has host
     memory of its own."""
@@ -163,7 +165,7 @@ class HardwareSpec(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True)
             refuse_unknown(f"{where}: peak_tflops.{dtype}", dtype, ("bf16", "fp32", "fp8"))
             within(f"{where}: peak_tflops.{dtype}", peak, 1e-6, 1e6)
         for kernel, reached in self.attention.items():
-            refuse_unknown(f"{where}: attention", kernel, ("flash", "cudnn"))
+            refuse_unknown(f"{where}: attention", kernel, get_args(Kernel))
             within(f"{where}: attention.{kernel}.efficiency", reached.efficiency, 0.001, 1)
             within(
                 f"{where}: attention.{kernel}.half_tokens",

@@ -8,13 +8,17 @@ or PyTorch may lack a kernel.
 |---|---|---|
 | `flash` | separated, if the kernel receives their lengths | yes |
 | `cudnn` | not separated | no |
+| `flash4` | separated, the kernel receives their lengths | yes |
 
-Both need full causal attention in every layer (`CAN_SAVE_ATTENTION`). On a GPU, both compute in
+All need full causal attention in every layer (`CAN_SAVE_ATTENTION`). On a GPU, they compute in
 bf16, with heads whose size is a multiple of 8.
 
-`flash` also computes attention with sinks (`ModelSpec.has_sinks`), with or without a window, and
-always receives the lengths of documents. A workload that names no kernel has transformers' own
-attention for these models, which writes out the scores.
+`flash` and `flash4` also compute attention with sinks (`ModelSpec.has_sinks`), with or without a
+window, and then always receive the lengths of documents. A workload that names no kernel has
+transformers' own attention for these models, which writes out the scores.
+
+`flash4` is FlashAttention-4, for Hopper and Blackwell GPUs of data centers. It needs a package that
+PyTorch does not contain, so the planner does not choose it. Advice names it where it is faster.
 """
 
 from __future__ import annotations
@@ -27,6 +31,10 @@ from megatrain.simulator.model.workload import Dtype, Kernel, Workload
 
 KERNELS: tuple[Kernel, ...] = get_args(Kernel)
 """The kernels that a workload may name."""
+_PACKAGES: dict[Kernel, str] = {"flash4": "flash-attn-4"}
+"""Kernel that PyTorch does not contain -> the package that does."""
+_WITH_SINKS = ("flash", "flash4")
+"""Kernels that compute attention with sinks."""
 _WITHOUT_DOCUMENTS = ("cudnn",)
 """Kernels that cannot keep the documents of a row apart."""
 _NOT_DETERMINISTIC = ("cudnn",)
@@ -68,6 +76,18 @@ def is_deterministic(kernel: Kernel | None) -> bool:
     return kernel not in _NOT_DETERMINISTIC
 
 
+def package(kernel: Kernel | None) -> str | None:
+    """Returns the package that has `kernel`, or None if PyTorch has it."""
+    return _PACKAGES.get(kernel) if kernel else None
+
+
+def is_optional(kernel: Kernel | None) -> bool:
+    """Returns whether `kernel` needs a package of its own. A machine has it only if it has a rate
+    for it.
+    """
+    return package(kernel) is not None
+
+
 def computes_heads(dtype: Dtype, size: int) -> bool:
     """Returns whether the kernels compute heads of `size` elements in `dtype` on a GPU."""
     return dtype == "bf16" and size % _HEAD_MULTIPLE == 0
@@ -84,12 +104,12 @@ def obstacle(
         kernel: the kernel.
         deterministic: whether only deterministic kernels may run.
     """
-    fused = model.has_sinks and kernel == "flash"
+    fused = model.has_sinks and kernel in _WITH_SINKS
     if not all(model.can_save_attention(layer.name, fused=fused) for layer in model.decoders):
         return Obstacle(
             "attention",
             f"{kernel} for a {model.family} model",
-            "flash, the only kernel for attention with sinks"
+            f"{' or '.join(_WITH_SINKS)}, the kernels for attention with sinks"
             if model.has_sinks
             else "full causal attention in every layer, as in Llama",
             "leave `attention` out of the workload",
@@ -124,19 +144,37 @@ def choosable(
 ) -> tuple[Kernel, ...]:
     """Returns the kernels that the planner may choose for the workload.
 
-    There are none for rows with documents. Flash attention, which receives their lengths, is the
-    only fused kernel for them, and it is used without being named. It is named if the model has
-    sinks, because transformers writes out their scores otherwise.
+    These are kernels of PyTorch. There are none for rows with documents, because its flash
+    attention, which receives their lengths, is used without being named. It is named if the model
+    has sinks, because transformers writes out their scores otherwise.
 
     Args:
         model: the model.
         workload: the workload. Its own `attention` is not read.
         deterministic: whether only deterministic kernels may run.
     """
+    if workload.documents and not model.has_sinks:
+        return ()
+    return tuple(
+        kernel
+        for kernel in _usable(model, workload, deterministic=deterministic)
+        if not is_optional(kernel)
+    )
+
+
+def optional(model: ModelSpec, workload: Workload) -> tuple[Kernel, ...]:
+    """Returns the kernels of optional packages that can compute the workload. Its own `attention`
+    is not read.
+    """
+    return tuple(kernel for kernel in _usable(model, workload) if is_optional(kernel))
+
+
+def _usable(
+    model: ModelSpec, workload: Workload, *, deterministic: bool = False
+) -> tuple[Kernel, ...]:
+    """Returns the kernels that can compute the workload, with heads for which rates are known."""
     size = model.heads.size
     if size > _LARGEST_HEAD or not computes_heads(workload.dtype, size):
-        return ()
-    if workload.documents and not model.has_sinks:
         return ()
     return tuple(
         kernel

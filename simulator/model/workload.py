@@ -14,7 +14,7 @@ from megatrain.simulator.model.state_format import EXACT, FORMATS
 Scaling = Literal["rowwise", "tensorwise"]
 Dtype = Literal["bf16", "fp32"]
 Gradients = Literal["exact", "8bit"]
-Kernel = Literal["flash", "cudnn"]
+Kernel = Literal["flash", "cudnn", "flash4"]
 Clipping = Literal["global", "layer", "update", "adagc", "none"]
 BY_LAYER: tuple[Clipping, ...] = ("layer", "update", "adagc")
 """The kinds of clipping whose factors depend on one layer only."""
@@ -255,7 +255,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """The attention kernel on a GPU: the one that separates documents by their lengths, or
         `attention`. None means that PyTorch chooses it.
         """
-        return "flash" if self.documents else self.attention
+        return (self.attention or "flash") if self.documents else self.attention
 
     @property
     def token_rows(self) -> int:

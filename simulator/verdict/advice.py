@@ -27,10 +27,11 @@ from megatrain.simulator.base.units import exact_size, format_bytes, rounded_up
 from megatrain.simulator.costs import CostModel, cost_model
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.memory.account import Account
+from megatrain.simulator.model.attention_kernel import is_optional, optional, package
 from megatrain.simulator.model.metrics import tokens_per_second
 from megatrain.simulator.model.optimizer import ADAMW, WITH_STATE_FORMATS
 from megatrain.simulator.model.state_format import FORMATS, smaller_formats
-from megatrain.simulator.model.workload import LONG_SEQUENCE, Workload
+from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.assessment import (
     Choice,
     Estimate,
@@ -39,7 +40,6 @@ from megatrain.simulator.planner.assessment import (
     group_sizes,
     with_knobs,
 )
-from megatrain.simulator.planner.attention_kernel import with_attention_kernel
 from megatrain.simulator.planner.capacity import (
     MemoryFootprint,
     largest_batch,
@@ -75,8 +75,7 @@ class Adviser:
 
     `names` are the policies that may be used, `search` repeats the planner's search, and
     `footprints` are the plans that need the least memory, at least one. `kernel_chosen` says
-    whether the planner chooses the attention kernel. `keep_documents` says whether rows must keep
-    the borders of documents, because the user asked for them.
+    whether the planner chooses the attention kernel.
     """
 
     def __init__(
@@ -89,7 +88,6 @@ class Adviser:
         footprints: list[MemoryFootprint],
         *,
         kernel_chosen: bool = False,
-        keep_documents: bool = False,
     ) -> None:
         self.choice, self.hardware, self.costs, self.names, self.search, self.footprints = (
             choice,
@@ -100,7 +98,7 @@ class Adviser:
             footprints,
         )
         self.plan, self.work = choice.plan, choice.plan.workload
-        self.kernel_chosen, self.keep_documents = kernel_chosen, keep_documents
+        self.kernel_chosen = kernel_chosen
         self.speed = tokens_per_second(self.work, choice.step_seconds)
         has_formats = (
             not policy_library.find(self.plan.policy).prediction_only
@@ -411,26 +409,24 @@ class Adviser:
         return self._searched({"compile": ""}, compiled)
 
     def _other_kernel(self) -> Suggestion | None:
-        """Returns the suggestion to pack rows without borders and compute attention with another
-        kernel, for long rows of documents.
+        """Returns the suggestion to compute attention with the kernel of an optional package.
 
-        Flash attention is the only kernel for documents. Returns None if the planner would choose
-        no kernel for rows without documents, or if the rows must keep the borders.
+        Returns None if the model or the machine cannot use one, if the policy is that of another
+        system, or if the machine is calibrated: a measured time of a layer cannot be compared with
+        one that follows from rates.
         """
-        work = self.work
+        work, hardware = self.work, self.hardware
         if (
-            self.keep_documents
-            or not work.documents
-            or work.attention is not None
-            or work.sequence < LONG_SEQUENCE
+            hardware.costs is not None
+            or policy_library.find(self.plan.policy).prediction_only
+            or (is_optional(work.attention))
         ):
             return None
-        plain = with_attention_kernel(
-            self.plan.model, self.hardware, msgspec.structs.replace(work, documents=False)
-        )
-        if plain.attention is None:
-            return None
-        return self._searched({"plain-packing": "", "attention": plain.attention}, plain)
+        for kernel in optional(self.plan.model, work):
+            if kernel in hardware.attention:
+                changed = msgspec.structs.replace(work, attention=kernel)
+                return self._searched({"attention": kernel}, changed)
+        return None
 
     def _searched(
         self, options: dict[str, str], work: Workload, **limits: int
@@ -579,7 +575,7 @@ def _note(options: dict[str, str], work: Workload) -> str:
     if "clipping" in options:
         return "gives up clipping"
     if "attention" in options:
-        return "tokens then attend to earlier documents of their row"
+        return f"needs the package {package(work.attention)}, rounds differently"
     if {"batch", "accumulation", "seq"} & options.keys():
         return f"a step has {work.step_tokens:,} tokens"
     return ""

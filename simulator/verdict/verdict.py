@@ -564,7 +564,6 @@ def explain(
     marginal: bool = True,
     chunk_chosen: bool = False,
     kernel_chosen: bool = False,
-    keep_documents: bool = False,
 ) -> Verdict:
     """Returns the full verdict on a choice: all that `described` and `explored` report.
 
@@ -581,8 +580,6 @@ def explain(
             batch are then computed for any chunk that the planner may choose.
         kernel_chosen: Whether the planner chose the attention kernel, or none. It then also chooses
             one for other machines and models.
-        keep_documents: Whether the user asked for rows that keep the borders of documents, so no
-            advice gives them up.
 
     Raises UserError if a host cannot have that many GPUs.
     """
@@ -595,15 +592,7 @@ def explain(
         chunk_chosen=chunk_chosen,
         kernel_chosen=kernel_chosen,
     )
-    return explored(
-        verdict,
-        choice,
-        hardware,
-        names,
-        advise=advise,
-        marginal=marginal,
-        keep_documents=keep_documents,
-    )
+    return explored(verdict, choice, hardware, names, advise=advise, marginal=marginal)
 
 
 def described(
@@ -693,7 +682,6 @@ def explored(
     *,
     advise: bool = True,
     marginal: bool = True,
-    keep_documents: bool = False,
 ) -> Verdict:
     """Adds to a verdict of `described` the results of other plans than the chosen one.
 
@@ -739,7 +727,6 @@ def explored(
         search_again,
         footprints,
         kernel_chosen=verdict.kernel_chosen,
-        keep_documents=keep_documents,
     )
     return msgspec.structs.replace(verdict, advice=adviser.suggestions())
 

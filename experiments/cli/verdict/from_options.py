@@ -591,14 +591,7 @@ def explained(
     verdict = _stated(msgspec.structs.replace(verdict, batch_chosen=batch_chosen), args)
     if not explore:
         return verdict
-    return explored(
-        verdict,
-        choice,
-        hardware,
-        policies(args.policy),
-        marginal=marginal,
-        keep_documents=args.documents is True,
-    )
+    return explored(verdict, choice, hardware, policies(args.policy), marginal=marginal)
 
 
 def _stated(verdict: Verdict, args: argparse.Namespace) -> Verdict:

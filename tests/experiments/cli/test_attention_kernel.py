@@ -76,7 +76,7 @@ def test_the_next_command_writes_the_plan_of_the_verdict(
 
 
 def test_a_kernel_that_is_named_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
-    for kernel in ("flash", "cudnn"):
+    for kernel in ("flash", "cudnn", "flash4"):
         words = (*WORK, "--attention", kernel)
         verdict = checked(capsys, *MODEL, *words)
         assert (verdict["workload"]["attention"], verdict["kernel_chosen"]) == (kernel, False)
@@ -106,7 +106,7 @@ def test_a_workload_without_a_choice_names_no_kernel(
     assert "was chosen" not in printed
 
 
-@pytest.mark.parametrize("kernel", ["flash", "cudnn"])
+@pytest.mark.parametrize("kernel", ["flash", "cudnn", "flash4"])
 def test_a_kernel_that_cannot_compute_the_model_is_refused(
     capsys: pytest.CaptureFixture[str], kernel: str
 ) -> None:
@@ -121,15 +121,39 @@ def test_a_kernel_that_cannot_compute_the_model_is_refused(
     assert not Path("plan.toml").exists()
 
 
-@pytest.mark.parametrize("words", [(), ("--documents",)], ids=["not named", "named"])
-def test_advice_keeps_documents_if_the_user_asked_for_them(
-    capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+def test_an_optional_kernel_is_advised_and_planned_only_if_it_is_named(
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    long = ("--batch", "1", "--seq", "65536", *words)
-    changes = [entry["change"] for entry in checked(capsys, *MODEL, *long)["advice"]]
-    _, printed = planned(capsys, *long)
-    assert any("plain-packing" in change for change in changes) == (not words)
-    assert ("--plain-packing" in printed) == (not words)
+    """The advice keeps documents apart and names the package. Applying it gives its speed."""
+    long = ("--batch", "1", "--seq", "65536")
+    verdict = checked(capsys, *MODEL, *long)
+    assert verdict["workload"]["attention"] is None
+    (entry,) = (each for each in verdict["advice"] if "attention" in each["options"])
+    assert entry["change"] == "--attention flash4"
+    assert entry["note"] == "needs the package flash-attn-4, rounds differently"
+    after = checked(capsys, *MODEL, *long, "--attention", "flash4")
+    assert after["workload"]["documents"]
+    gain = after["tokens_per_second"] / verdict["tokens_per_second"] - 1
+    assert gain == pytest.approx(entry["gain"], abs=0.01)
+    assert not any("attention" in each["options"] for each in after["advice"])
+    plan, printed = planned(capsys, *long, "--attention", "flash4")
+    assert (plan.workload.attention, plan.workload.documents) == ("flash4", True)
+    assert "--attention" not in printed
+
+
+def test_an_optional_kernel_is_refused_for_a_machine_without_a_rate_for_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = (MODEL[0], "--hardware", "a100-80-sxm", "--attention", "flash4")
+    for verb in (["check", *words], ["plan", *words, "--out", "plan.toml"]):
+        assert cli.main(verb) == 2
+        assert capsys.readouterr().err == (
+            "megatrain: hardware a100-80-sxm: attention: found no rate for flash4; allowed: a"
+            " machine with [attention.flash4]: the library's Hopper GPUs, or a Hopper or Blackwell"
+            " GPU that was calibrated with the package flash-attn-4 installed; fix: leave"
+            " --attention out, or calibrate again with the package installed\n"
+        )
+    assert not Path("plan.toml").exists()
 
 
 def test_the_list_of_models_and_the_table_of_policies_have_the_chosen_kernel(

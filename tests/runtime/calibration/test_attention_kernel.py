@@ -135,6 +135,7 @@ def test_the_kernel_of_the_workload_is_timed(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(attention_kernel, "sdpa_kernel", Backend)
     monkeypatch.setattr(attention_kernel.contextlib, "nullcontext", lambda: Backend(None))
     monkeypatch.setattr(attention_kernel, "_row", lambda *_: (1e-6, 1e-6))
+    monkeypatch.setattr(attention_kernel.flash4, "missing", lambda _: None)
     model, plain = model_of("qwen2"), Workload(batch=2, sequence=16)
     for work in (
         plain,
@@ -145,6 +146,10 @@ def test_the_kernel_of_the_workload_is_timed(monkeypatch: pytest.MonkeyPatch) ->
     assert backends == [None, SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
     backends.clear()
     packed = msgspec.structs.replace(plain, documents=True)
-    assert list(attention_curves(model, packed, torch.device("cuda"))) == [None, "flash", "cudnn"]
-    assert backends == [None, SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]
+    curves = attention_curves(model, packed, torch.device("cuda"))
+    assert list(curves) == [None, "flash", "cudnn", "flash4"]
+    assert all(curves.values())
+    assert backends == [None, SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, None]
+    monkeypatch.setattr(attention_kernel.flash4, "missing", lambda _: "no package")
+    assert attention_curves(model, packed, torch.device("cuda"))["flash4"] == ()
     assert list(attention_curves(model, packed, torch.device("cpu"))) == [None]

@@ -5,11 +5,13 @@ Saving its output changes no bit. The tests are skipped on machines without a GP
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from flash4_kernel import FLASH4
 
 from megatrain.runtime.batch import Batch
 from megatrain.runtime.execution.executor import Executor
@@ -60,13 +62,13 @@ def both_ways(
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (28, 4)])
-@pytest.mark.parametrize("kernel", ["flash", "cudnn"])
+@pytest.mark.parametrize("kernel", ["flash", "cudnn", FLASH4])
 def test_a_kernel_computes_attention_and_its_backward_from_a_kept_output(
     kernel: Any, heads: int, kv_heads: int
 ) -> None:
     """A kernel in bf16 computes attention within 1 % of fp32, also with grouped heads.
 
-    The backward pass from a kept output has the same gradients.
+    The backward pass from a kept output has the same gradients, and so has one in groups of heads.
     """
     torch.manual_seed(0)
     shapes = [(2, 512, count, 128) for count in (heads, kv_heads, kv_heads)]
@@ -86,26 +88,29 @@ def test_a_kernel_computes_attention_and_its_backward_from_a_kept_output(
     def computed(*tensors: torch.Tensor) -> torch.Tensor:
         return attend(module, *tensors, None, kernel=kernel, results=left)[0]
 
-    def taken(*tensors: torch.Tensor) -> torch.Tensor:
+    def taken(*tensors: torch.Tensor, groups: int = 1) -> torch.Tensor:
         return attend(
             module,
             *tensors,
             None,
             kernel=kernel,
             kept=Attention(*(tensor.detach() for tensor in left)),
+            groups=groups,
         )[0]
 
     exact = both_ways(reference, wide, gradient)
     ours = both_ways(computed, inputs, gradient.bfloat16())
-    for name, right, found in zip(("output", "query", "key", "value"), exact, ours, strict=True):
-        error = (found.float() - right).norm() / right.norm()
-        assert error < 0.01, f"{kernel}, {name}: the error is {error:.4f} of the norm"
     again = both_ways(taken, inputs, gradient.bfloat16())
+    in_groups = both_ways(functools.partial(taken, groups=2), inputs, gradient.bfloat16())
+    for way in (ours, again, in_groups):
+        for name, right, found in zip(("output", "query", "key", "value"), exact, way, strict=True):
+            error = (found.float() - right).norm() / right.norm()
+            assert error < 0.01, f"{kernel}, {name}: the error is {error:.4f} of the norm"
     assert torch.equal(ours[0], again[0])
     for name, computed_now, from_kept in zip(
         ("query", "key", "value"), ours[1:], again[1:], strict=True
     ):
-        if kernel == "flash" or name != "query":  # cuDNN may sum the query's gradient in any order
+        if kernel == "flash" or name != "query":  # others may sum the query's gradient in any order
             torch.testing.assert_close(
                 from_kept,
                 computed_now,
@@ -118,7 +123,7 @@ def test_a_kernel_computes_attention_and_its_backward_from_a_kept_output(
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("chosen", [None, "flash"])
+@pytest.mark.parametrize("chosen", [None, "flash", FLASH4])
 def test_keeping_attention_in_a_layer_changes_no_bit(
     make_plan: Callable[..., Plan], chosen: Any, accumulation: int, compiled: bool
 ) -> None:

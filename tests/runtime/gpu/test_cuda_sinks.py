@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from flash4_kernel import FLASH4
 from sinks_definition import written_out
 from whole_models import Tensors, drawn, gradients_of, model_of, weights
 
@@ -44,18 +45,25 @@ def inputs_of(batch: int) -> tuple[list[torch.Tensor], torch.Tensor]:
 
 
 def computed(
-    inputs: list[torch.Tensor], gradient: torch.Tensor, bounds: LengthBounds, **options: Any
+    inputs: list[torch.Tensor],
+    gradient: torch.Tensor,
+    bounds: LengthBounds,
+    kernel: Any = "flash",
+    **options: Any,
 ) -> list[torch.Tensor]:
-    """Returns the output and the gradients of the inputs, by the flash kernel."""
+    """Returns the output and the gradients of the inputs, by a kernel."""
     leaves = [tensor.detach().requires_grad_() for tensor in inputs]
     *others, sinks = leaves
-    output, _ = attend(torch.nn.Module(), *others, bounds, kernel="flash", s_aux=sinks, **options)
+    output, _ = attend(torch.nn.Module(), *others, bounds, kernel=kernel, s_aux=sinks, **options)
     return [output.detach(), *torch.autograd.grad(output, leaves, gradient)]
 
 
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("window", [0, 1, 128])
-def test_the_kernel_computes_a_softmax_with_a_column_of_sinks(window: int, documents: bool) -> None:
+@pytest.mark.parametrize("kernel", ["flash", FLASH4])
+def test_the_kernel_computes_a_softmax_with_a_column_of_sinks(
+    kernel: Any, window: int, documents: bool
+) -> None:
     """Output and gradients in bf16 are within 1 % of fp64, with and without a window.
 
     The backward pass from a saved output has the same gradients, and so has one in groups of heads.
@@ -73,12 +81,12 @@ def test_the_kernel_computes_a_softmax_with_a_column_of_sinks(window: int, docum
     exact = written_out(*wide, seen)
     right = [exact.detach(), *torch.autograd.grad(exact, wide, gradient.double())]
     bounds, results = LengthBounds(starts, LENGTH, window), list[torch.Tensor]()
-    found = computed(inputs, gradient, bounds, results=results)
+    found = computed(inputs, gradient, bounds, kernel, results=results)
     kept = Attention(*(tensor.detach() for tensor in results))
     assert kept.log_sum_exp.shape == (batch, HEADS, LENGTH)
     assert kept.log_sum_exp.dtype == torch.float32
-    from_kept = computed(inputs, gradient, bounds, kept=kept)
-    grouped = computed(inputs, gradient, bounds, groups=2)
+    from_kept = computed(inputs, gradient, bounds, kernel, kept=kept)
+    grouped = computed(inputs, gradient, bounds, kernel, groups=2)
     for name, exactly, ours, again, groups in zip(
         NAMES, right, found, from_kept, grouped, strict=True
     ):
@@ -88,17 +96,18 @@ def test_the_kernel_computes_a_softmax_with_a_column_of_sinks(window: int, docum
 
 
 @pytest.mark.usefixtures("deterministic")
-def test_gradients_have_the_same_bits_in_deterministic_mode() -> None:
+@pytest.mark.parametrize("kernel", ["flash", FLASH4])
+def test_gradients_have_the_same_bits_in_deterministic_mode(kernel: Any) -> None:
     inputs, gradient = inputs_of(2)
     starts = torch.tensor([0, 512, 1024], dtype=torch.int32, device="cuda")
     for window in (0, 128):
         results: list[torch.Tensor] = []
         bounds = LengthBounds(starts, LENGTH, window)
-        first = computed(inputs, gradient, bounds, results=results)
+        first = computed(inputs, gradient, bounds, kernel, results=results)
         kept = Attention(*(tensor.detach() for tensor in results))
         for again in (
-            computed(inputs, gradient, bounds),
-            computed(inputs, gradient, bounds, kept=kept),
+            computed(inputs, gradient, bounds, kernel),
+            computed(inputs, gradient, bounds, kernel, kept=kept),
         ):
             assert all(map(torch.equal, first, again))
 
@@ -130,8 +139,9 @@ def test_the_scores_of_a_long_row_are_not_written_out() -> None:
 
 
 @pytest.mark.parametrize(("documents", "compiled"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("kernel", ["flash", FLASH4])
 def test_a_step_is_close_to_one_with_written_out_scores(
-    make_plan: Callable[..., Plan], documents: bool, compiled: bool
+    make_plan: Callable[..., Plan], kernel: Any, documents: bool, compiled: bool
 ) -> None:
     """Loss and gradients in bf16, recomputed and from saved attention, are those of transformers'
     attention within a few units of bf16's 8 bits. The family has dense layers, because another
@@ -144,7 +154,7 @@ def test_a_step_is_close_to_one_with_written_out_scores(
             make_plan,
             "granite_swa",
             documents=documents,
-            attention="flash",
+            attention=kernel,
             compiled=compiled,
             placement=placement,
         )

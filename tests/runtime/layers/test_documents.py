@@ -522,7 +522,8 @@ def test_one_graph_serves_any_number_of_documents(
 
 @pytest.mark.parametrize("left", [-1, 127])
 @pytest.mark.parametrize("pairs", [4, 8])
-def test_the_kernel_accepts_the_arguments(left: int, pairs: int) -> None:
+@pytest.mark.parametrize("kernel", ["flash", "flash4"])
+def test_the_kernel_accepts_the_arguments(kernel: Any, left: int, pairs: int) -> None:
     """The forward and backward ops exist and return tensors of the stated shapes.
 
     The tensors have no memory here.
@@ -532,7 +533,8 @@ def test_the_kernel_accepts_the_arguments(left: int, pairs: int) -> None:
         for count in (8, pairs, pairs)
     )
     starts = torch.empty(9, dtype=torch.int32, device="meta")
-    output, log_sum_exp = lengths.forward(starts, 1024, left, 0.125, query, key, value)
+    how = lengths.Call(kernel, starts, 1024, left, 0.125)
+    output, log_sum_exp = lengths.forward(how, query, key, value)
     assert (output.shape, output.dtype, log_sum_exp.shape, log_sum_exp.dtype) == (
         query.shape,
         torch.bfloat16,
@@ -541,9 +543,7 @@ def test_the_kernel_accepts_the_arguments(left: int, pairs: int) -> None:
     )
     output.sum().backward()
     assert query.grad is not None
-    gradients = lengths.backward(
-        starts, 1024, left, 0.125, output.detach(), query, key, value, output, log_sum_exp
-    )
+    gradients = lengths.backward(how, output.detach(), query, key, value, output, log_sum_exp)
     assert [gradient.shape for gradient in gradients] == [query.shape, key.shape, value.shape]
 
 

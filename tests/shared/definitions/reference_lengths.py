@@ -1,6 +1,6 @@
 """Variable-length attention in plain PyTorch, for tests without a GPU.
 
-It replaces the kernel that `runtime/layers/lengths.py` calls.
+It replaces the kernels that `runtime/layers/lengths.py` calls.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatrain.runtime.layers import lengths
+from megatrain.runtime.layers.lengths import Call, Kernel
 from megatrain.simulator.model.attention_masks import document_attention
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
@@ -37,11 +38,9 @@ def _each_head(pairs: Tensor, query: Tensor) -> Tensor:
     return pairs.double().repeat_interleave(query.shape[1] // pairs.shape[1], 1)
 
 
-def forward(
-    starts: Tensor, longest: int, left: int, scale: float, query: Tensor, key: Tensor, value: Tensor
-) -> tuple[Tensor, Tensor]:
+def forward(how: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Computes `lengths.forward` and checks the shapes of its arguments."""
-    output, log_sum_exp = _Attention.apply(starts, longest, left, scale, query, key, value)
+    output, log_sum_exp = _Attention.apply(*how, query, key, value)
     return output, log_sum_exp
 
 
@@ -51,6 +50,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
+        kernel: Kernel,
         starts: Tensor,
         longest: int,
         left: int,
@@ -62,19 +62,14 @@ class _Attention(torch.autograd.Function):
         output, log_sum_exp = _computed(starts, longest, left, scale, query, key, value)
         ctx.mark_non_differentiable(log_sum_exp)
         ctx.save_for_backward(starts, query, key, value, output, log_sum_exp)
-        ctx.longest, ctx.left, ctx.scale = longest, left, scale
+        ctx.kernel, ctx.longest, ctx.left, ctx.scale = kernel, longest, left, scale
         return output, log_sum_exp
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         starts, *saved = ctx.saved_tensors
-        return (
-            None,
-            None,
-            None,
-            None,
-            *backward(starts, ctx.longest, ctx.left, ctx.scale, gradient, *saved),
-        )
+        how = Call(ctx.kernel, starts, ctx.longest, ctx.left, ctx.scale)
+        return None, None, None, None, None, *backward(how, gradient, *saved)
 
 
 def _computed(
@@ -93,10 +88,7 @@ def _computed(
 
 
 def backward(
-    starts: Tensor,
-    longest: int,
-    left: int,
-    scale: float,
+    how: Call,
     gradient: Tensor,
     query: Tensor,
     key: Tensor,
@@ -107,6 +99,7 @@ def backward(
     """Computes `lengths.backward` from what a forward saved (arXiv 2307.08691, section 2.3)."""
     assert output.shape == query.shape
     assert log_sum_exp.shape == (query.shape[1], query.shape[0])
+    _, starts, longest, left, scale = how
     above = gradient.double()
     shares = (
         _scores(starts, longest, left, scale, query, key) - log_sum_exp[..., None].double()
@@ -130,10 +123,10 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """
     called: list[int] = []
 
-    def counted(starts: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    def counted(how: Call, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         if not torch.compiler.is_compiling():
-            called.append(len(starts))
-        return forward(starts, *others)
+            called.append(len(how.starts))
+        return forward(how, *tensors)
 
     def takes_lengths(model: ModelSpec, work: Workload, _device: torch.device) -> bool:
         return document_attention(model, msgspec.structs.replace(work, dtype="bf16")) == "lengths"

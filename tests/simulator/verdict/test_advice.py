@@ -446,6 +446,9 @@ def test_only_workloads_that_a_plan_may_have_are_tried(
 
     def searched(options: dict[str, str], work: Workload) -> None:
         ((name, value),) = options.items()
+        if name == "attention":
+            assert value == work.attention == "flash4"
+            return
         if name == "compile":
             assert (work.compiled, some.work.compiled) == (True, False)
             return
@@ -477,32 +480,41 @@ def kernel_advice(model: ModelSpec, hardware: str, work: Workload) -> list[Sugge
     return [entry for entry in verdict.advice if "attention" in entry.options]
 
 
-def test_long_rows_of_documents_are_advised_to_use_cudnn_with_the_gain_of_doing_so() -> None:
-    model = ModelSpec.load("qwen2.5-7b").with_layers(8)
-    (entry,) = kernel_advice(model, "h200", LONG_ROWS)
-    assert entry.change == "--plain-packing --attention cudnn"
-    assert entry.options == {"plain-packing": "", "attention": "cudnn"}
-    assert entry.note == "tokens then attend to earlier documents of their row"
-    plain = msgspec.structs.replace(LONG_ROWS, attention="cudnn", documents=False)
+def changed(work: Workload, **changes: Any) -> Workload:
+    return msgspec.structs.replace(work, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "least"), [({}, 0.3), ({"documents": False, "attention": "cudnn"}, 0.05)]
+)
+def test_long_rows_are_advised_to_use_an_optional_kernel_with_the_gain_of_doing_so(
+    changes: dict[str, Any], least: float
+) -> None:
+    """Its gain is larger for rows of documents, which cuDNN's kernel cannot compute."""
+    model, long = ModelSpec.load("qwen2.5-7b").with_layers(8), changed(LONG_ROWS, **changes)
+    (entry,) = kernel_advice(model, "h200", long)
+    assert entry.change == "--attention flash4"
+    assert entry.options == {"attention": "flash4"}
+    assert entry.note == "needs the package flash-attn-4, rounds differently"
     before, after = (
         judge(model, H200, work, policies=["overlapped"]).tokens_per_second
-        for work in (LONG_ROWS, plain)
+        for work in (long, changed(long, attention="flash4"))
     )
     assert entry.gain == pytest.approx(after / before - 1, abs=0.01)
-    assert entry.gain > 0.2
+    assert entry.gain > least
 
 
 @pytest.mark.parametrize(
     ("model", "hardware", "changes"),
     [
-        ("qwen2.5-7b", "a100-80-sxm", {}),  # no rate of cuDNN's kernel
+        ("qwen2.5-7b", "a100-80-sxm", {}),  # no such kernel
         ("gemma-2-9b", "h200", {}),  # windows and heads of 256
-        ("qwen2.5-7b", "h200", {"documents": False}),  # PyTorch chooses the kernel
-        ("qwen2.5-7b", "h200", {"attention": "flash"}),
-        ("qwen2.5-7b", "h200", {"sequence": 32_768}),
+        ("qwen2.5-7b", "h200", {"attention": "flash4"}),
+        ("qwen2.5-7b", "h200", {"sequence": 1_024, "batch": 64}),  # gains 1 %
+        ("qwen2.5-7b", "experiments/results/h200-heldout/hardware.toml", {}),  # calibrated
     ],
 )
-def test_cudnn_is_not_advised_where_it_cannot_be_used_or_gains_little(
+def test_an_optional_kernel_is_not_advised_where_it_cannot_be_used_or_gains_little(
     model: str, hardware: str, changes: dict[str, Any]
 ) -> None:
     small = ModelSpec.load(model).with_layers(4)

@@ -1,0 +1,193 @@
+"""FlashAttention-4, from the package `flash-attn-4`, as PyTorch operators.
+
+These kernels for Hopper and Blackwell GPUs of data centers are not part of PyTorch. The package is
+optional, and only plans whose workload names the kernel `flash4` use it.
+
+The package's autograd functions cannot run the backward pass of a saved output. So its forward and
+backward functions are called directly. They are the two functions that PyTorch calls if its
+FlashAttention-4 implementation is activated. As operators of PyTorch, they can be compiled, and
+autograd records the backward pass.
+
+The kernels are compiled when they are called first, which takes about 10 seconds for each pair of
+forward and backward.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import warnings
+from typing import Any
+
+import torch
+
+from megatrain.simulator.model.attention_kernel import package
+
+PACKAGE = package("flash4")
+"""The name of the package for pip."""
+GENERATIONS = {9: "Hopper (H100, H200, GH200)", 10: "Blackwell (B200, GB200)"}
+"""Major compute capability of a GPU that has the kernels -> its generation, with examples."""
+LARGEST_HEAD = 128
+"""The largest head size. Larger heads need other kernels, which were not tried."""
+_MODULE = "flash_attn.cute.interface"
+
+
+def missing(device: torch.device) -> str | None:
+    """Returns why `device` cannot run the kernels, in words, or None if it can."""
+    if device.type != "cuda":
+        return f"flash4 on {device.type}"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major not in GENERATIONS:
+        name = torch.cuda.get_device_name(device)
+        return f"flash4 on {name}, which has compute capability {major}.{minor}"
+    if not _installed():
+        return f"flash4 without the package {PACKAGE}"
+    return None
+
+
+def fix(device: torch.device) -> str:
+    """Returns how to train on `device` if `missing` returned a reason."""
+    usable = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in GENERATIONS
+    if not usable:
+        return "make the plan with --attention flash"
+    cuda = "[cu13]" if (torch.version.cuda or "").startswith("13") else ""
+    return f'pip install --pre "{PACKAGE}{cuda}", or make the plan with --attention flash'
+
+
+@functools.cache
+def _installed() -> bool:
+    try:
+        return importlib.util.find_spec(_MODULE) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+@functools.cache
+def _package() -> Any:
+    """Returns the module of the package that has the kernels."""
+    # Its compiler warns about an argument that it handles correctly, at each compilation.
+    warnings.filterwarnings("ignore", message="Argument aux_data", category=UserWarning)
+    return importlib.import_module(_MODULE)
+
+
+def _bounds(starts: torch.Tensor | None, longest: int) -> dict[str, Any]:
+    """Returns the keyword arguments of the kernels for the bounds of documents."""
+    if starts is None:
+        return {}
+    return {
+        "cu_seqlens_q": starts,
+        "cu_seqlens_k": starts,
+        "max_seqlen_q": longest,
+        "max_seqlen_k": longest,
+    }
+
+
+def _window(left: int) -> dict[str, int]:
+    return {} if left < 0 else {"window_size_left": left, "window_size_right": 0}
+
+
+@torch.library.custom_op("megatrain::flash4", mutates_args=())
+def forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    starts: torch.Tensor | None,
+    longest: int,
+    left: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Runs the forward kernel of causal attention. Autograd records its backward pass.
+
+    Args:
+        query: queries in bf16, [batch, sequence, heads, size], or [tokens, heads, size] with
+            `starts`.
+        key: keys, with the same dimensions and the number of key heads.
+        value: values, with the same dimensions as the keys.
+        starts: bounds of documents, [documents + 1] int32. None means that each row is one text.
+        longest: upper bound of the number of tokens in a document. Not read without `starts`.
+        left: number of earlier tokens that a token attends to; -1 for all.
+        scale: factor on the scores.
+
+    Returns the output, with the dimensions of the queries, and the log-sum-exp of the scores in
+    fp32, [batch, heads, sequence], or [heads, tokens] with `starts`.
+    """
+    output, log_sum_exp, *_ = _package()._flash_attn_fwd(
+        query,
+        key,
+        value,
+        softmax_scale=scale,
+        causal=True,
+        return_lse=True,
+        **_bounds(starts, longest),
+        **_window(left),
+    )
+    return output, log_sum_exp.contiguous()
+
+
+@forward.register_fake
+def _(
+    query: torch.Tensor, _: torch.Tensor, value: torch.Tensor, *__: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    *rows, tokens, heads, _size = query.shape
+    return (
+        query.new_empty(*rows, tokens, heads, value.shape[-1]),
+        query.new_empty(*rows, heads, tokens, dtype=torch.float32),
+    )
+
+
+@torch.library.custom_op("megatrain::flash4_backward", mutates_args=())
+def backward(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    log_sum_exp: torch.Tensor,
+    starts: torch.Tensor | None,
+    longest: int,
+    left: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns the gradients of query, key and value.
+
+    The arguments have the same dimensions as in `forward`, and `gradient` is the gradient of the
+    output. In PyTorch's deterministic mode, sums are computed in a fixed order.
+    """
+    query_gradient, key_gradient, value_gradient, *_ = _package()._flash_attn_bwd(
+        query,
+        key,
+        value,
+        output,
+        gradient.contiguous(),
+        log_sum_exp.contiguous(),
+        softmax_scale=scale,
+        causal=True,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        **_bounds(starts, longest),
+        **_window(left),
+    )
+    return query_gradient, key_gradient, value_gradient
+
+
+@backward.register_fake
+def _(
+    _: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *__: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    query, key, value, starts, ctx.longest, ctx.left, ctx.scale = inputs
+    ctx.save_for_backward(query, key, value, *output, starts)
+
+
+def _differentiate(
+    ctx: Any, gradient: torch.Tensor, _: torch.Tensor | None
+) -> tuple[torch.Tensor | None, ...]:
+    *saved, starts = ctx.saved_tensors
+    found = backward(gradient, *saved, starts, ctx.longest, ctx.left, ctx.scale)
+    return *found, None, None, None, None
+
+
+forward.register_autograd(_differentiate, setup_context=_save)
