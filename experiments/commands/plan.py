@@ -80,7 +80,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
 @without_garbage_collection()
 def run(args: argparse.Namespace) -> int:
     from megatrain.runtime.layers.supported import refuse_unsupported
-    from megatrain.simulator.policies import find
+    from megatrain.simulator.policies import find, verified
     from megatrain.simulator.verdict.verdict import explain, summarize
 
     if args.policy == "all":
@@ -121,6 +121,7 @@ def run(args: argparse.Namespace) -> int:
     trainable = folder.is_dir() and not find(best.plan.policy).prediction_only
     if trainable:
         _refuse_untrainable(best.plan, folder)
+    verified(best.plan)
     # The plan is written before the report is printed, because `| head` may close the output.
     best.plan.save(args.out)
     print(report)
@@ -335,7 +336,7 @@ def _timed(plan: Plan, seconds: float, other: Plan) -> str:
 
 def _refuse_unread(plan: Plan, values: dict[str, Any]) -> None:
     """Raises UserError if `values` has a knob or a placement that the plan's policy ignores."""
-    from megatrain.simulator.policies import find
+    from megatrain.simulator.policies import find, verified
     from megatrain.simulator.schedule.plan import Knobs
 
     policy = find(plan.policy)

@@ -123,11 +123,12 @@ class Simulator:
         }
 
     def row(self, plan: Plan, key: str) -> SweepRow:
-        """Returns the plan's row. If the policy refuses the plan, or if the cost of an op is not
-        known, the row has the reason.
+        """Returns the plan's row. If the policy refuses the plan or makes an incorrect schedule, or
+        if the cost of an op is not known, the row has the reason.
         """
         fields = self._fields(plan, key)
         try:
+            policies.check_outside(plan)
             account, timed = self._measure(plan, self._cost_model(plan))
         except UserError as error:
             return SweepRow(**fields, decided_by="refused", reason=str(error))

@@ -87,9 +87,11 @@ def assess(plan: Plan, costs: CostModel, seconds: float | None = None) -> Choice
 
     The plan is not changed, except that its digest and prediction are filled in. `seconds` is the
     plan's `step_seconds` if they are known, so that it is not simulated. Raises UserError if the
-    policy cannot lower the plan.
+    policy cannot lower the plan, or if a policy from outside the package makes an incorrect
+    schedule.
     """
     schedule = policy_library.lower(plan)
+    policy_library.check_outside(plan)
     memory = plan_account(plan, schedule, costs)
     limits = bounds(schedule, costs)
     seconds = step_seconds(schedule, costs) if seconds is None else seconds

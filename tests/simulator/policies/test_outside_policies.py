@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import msgspec
 import pytest
 from forget import forget
 
+from megatrain.experiments.sweep.simulated import Simulator
 from megatrain.simulator import policies
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.hardware.machine import HardwareSpec
@@ -76,6 +78,41 @@ def test_a_policy_in_a_file_is_searched_like_ours(
     assert mine.step_seconds == ours.step_seconds
     assert mine.plan.knobs == ours.plan.knobs
     policies.executable(mine.plan if mine.plan.policy == path else ours.plan)
+
+
+RACING = """
+    import msgspec
+
+    class Racing(KBuffer):
+        name = "racing"
+
+        def lower(self, plan):
+            schedule = super().lower(plan)
+            ops = [
+                msgspec.structs.replace(op, after=()) if op.kind == "forward" else op
+                for op in schedule.ops
+            ]
+            return msgspec.structs.replace(schedule, ops=tuple(ops))
+"""
+
+
+@pytest.mark.parametrize("planned", [True, False])
+def test_an_incorrect_policy_from_a_file_gets_no_prediction(
+    make_plan: Callable[..., Plan], write: Callable[[str], str], planned: bool
+) -> None:
+    """A schedule without a wait is faster, so a search or a sweep would recommend it."""
+    path = write(RACING)
+    plan = make_plan(path)
+    message = r"policy .*: found race on device\.weights:0: nothing orders load_weights "
+    with pytest.raises(UserError, match=message):
+        search(plan.model, H200, WORK, policies=[path])
+    with pytest.warns(PolicyWarning, match=message):
+        (choice,) = search(plan.model, H200, WORK, policies=[path, "k_buffer"])
+    assert choice.plan.policy == "k_buffer"
+    simulator = Simulator(H200)
+    row = (simulator.planned_row if planned else simulator.row)(plan, "key")
+    assert (row.decided_by, row.step_seconds) == ("refused", None)
+    assert re.search(message, row.reason)
 
 
 def test_a_plan_finds_its_policy_from_any_folder(
