@@ -336,7 +336,7 @@ def _timed(plan: Plan, seconds: float, other: Plan) -> str:
 
 def _refuse_unread(plan: Plan, values: dict[str, Any]) -> None:
     """Raises UserError if `values` has a knob or a placement that the plan's policy ignores."""
-    from megatrain.simulator.policies import find, verified
+    from megatrain.simulator.policies import find
     from megatrain.simulator.schedule.plan import Knobs
 
     policy = find(plan.policy)

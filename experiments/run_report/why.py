@@ -42,7 +42,7 @@ def reasons(run: ComparedRun) -> list[str]:
             f" hold {format_bytes(device)}, with activations, {sides}."
         ),
         (
-            f"The step is limited by {limits.binding}: that lane has the most work,"
+            f"The lane {limits.binding} has the most work,"
             f" {format_seconds(limits.lanes_ns[limits.binding] / 1e9)}. No order of these ops and"
             f" no more overlap beats {format_seconds(limits.lower_bound_ns / 1e9)}. The predicted"
             f" step takes {format_seconds(run.errors.predicted_seconds)}."

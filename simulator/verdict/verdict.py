@@ -26,7 +26,7 @@ from megatrain.simulator.engine.discrete_event import play
 from megatrain.simulator.engine.evaluator import uncontended_makespan_ns
 from megatrain.simulator.engine.exposed import WAITING, exposed_ns, slowed_ns
 from megatrain.simulator.hardware.cost_table import LAYER_KINDS
-from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.hardware.machine import HardwareSpec, library
 from megatrain.simulator.memory.formulas import rebuilt_estimate
 from megatrain.simulator.model.attention_masks import document_attention, writes_scores
 from megatrain.simulator.model.families import UNFUSED_ATTENTION
@@ -295,7 +295,7 @@ def summarize(
         hardware=hardware.name,
         machine=_title(hardware),
         host_memory_assumed=(
-            hardware.costs is None and plan.host_limit_bytes == hardware.host_bytes
+            plan.hardware in library() and plan.host_limit_bytes == hardware.host_bytes
         ),
         unified=hardware.unified,
         gpus=plan.gpus,

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 _SIZES = {"policy": 17, "step": 8, "tokens/s": 10, "hours": 9, "VRAM": 10, "RAM": 10}
-_LIMIT = "limited by"
+_LIMIT = "most work"
 _DROPPED = (_LIMIT, "step", "RAM", "VRAM")
 """Columns that are left out on a narrow terminal, in this order."""
 

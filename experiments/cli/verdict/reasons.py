@@ -55,7 +55,7 @@ def reasons(verdict: Verdict, width: int) -> list[str]:
         lines += layout.labelled(label, line, width)
     for entry in verdict.advice:
         if entry.compressed and entry.gain is not None:
-            what = f"{entry.change} {entry.gain:+.0%} with this plan: {entry.note}"
+            what = f"{entry.change} at least {entry.gain:+.0%}: {entry.note}"
             lines += layout.labelled("State", what, width)
     return lines + layout.labelled("Costs", _costs(verdict), width)
 
@@ -83,8 +83,8 @@ def _lanes(verdict: Verdict) -> str:
 def _bound(verdict: Verdict) -> str:
     """Returns the lane with the most work, and the lower bound of the step time."""
     return (
-        f"limited by {verdict.binding}, the lane with the most work; no order of these operations"
-        f" takes less than {format_seconds(verdict.lower_bound_seconds)}"
+        f"{verdict.binding} has the most work of all lanes; no order of these operations takes less"
+        f" than {format_seconds(verdict.lower_bound_seconds)}"
         f" ({verdict.lower_bound_lane})"
     )
 

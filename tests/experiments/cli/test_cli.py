@@ -612,7 +612,7 @@ def test_the_text_has_the_numbers_of_the_json(command: Any) -> None:
     assert report["advice"]
     for entry in report["advice"]:
         if entry["compressed"]:
-            gain = f"{entry['change']} {entry['gain']:+.0%} with this plan: {entry['note']}"
+            gain = f"{entry['change']} at least {entry['gain']:+.0%}: {entry['note']}"
             assert gain in text
         else:
             option = entry["change"].partition(",")[0]

@@ -155,8 +155,13 @@ def test_a_verdict_has_the_numbers_of_its_choice(make_plan: MakePlan, policy: st
 
 
 def test_the_host_s_memory_is_assumed_if_it_is_not_given(make_plan: MakePlan) -> None:
-    for limit, assumed in ((H200.host_bytes, True), (H200.host_bytes - 1, False)):
-        plan = make_plan("k_buffer", host_limit_bytes=limit)
+    """It is given by a limit, or by a file of the machine. The library's are examples."""
+    for limit, hardware, assumed in (
+        (H200.host_bytes, "h200", True),
+        (H200.host_bytes - 1, "h200", False),
+        (H200.host_bytes, "machines/mine.toml", False),
+    ):
+        plan = make_plan("k_buffer", host_limit_bytes=limit, hardware=hardware)
         assert summarize(chosen(plan), H200).host_memory_assumed is assumed
 
 
