@@ -218,6 +218,13 @@ class PlacementSearch(Polishing):
                 for other in dict.fromkeys(map(host_updating, candidates))
                 if other not in candidates and self.filling.account(other).fits
             ]
+        if not candidates:
+            # Updates on the host need no slots for state, so they may fit alone.
+            bases = (Placement(), Placement(offloaded_inputs="all"))
+            lean = (with_knobs(self.plan, **knobs, placement=base) for base in bases)
+            candidates = [
+                plan for plan in map(host_updating, lean) if self.filling.account(plan).fits
+            ]
         candidates += self.filling.only_tied_embedding(with_knobs(self.plan, **knobs))
         return list(dict.fromkeys(candidates))
 
