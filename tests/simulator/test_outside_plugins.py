@@ -149,7 +149,10 @@ def test_a_calibrated_machine_with_a_cost_model_of_its_own_is_not_called_measure
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("nobody", "found no such cost model; allowed: an installed one \\(broken, exiting, nothing\\)"),
+        (
+            "nobody",
+            "found no such cost model; allowed: an installed one \\(broken, exiting, nothing\\)",
+        ),
         ("nothing", "found no function cost_model"),
         ("exiting", "found SystemExit: 7; allowed: "),
         ("broken", "found ZeroDivisionError: no rate; allowed: "),
