@@ -221,9 +221,15 @@ def test_an_error_in_a_child_process_is_returned_as_its_failure(
 
 @pytest.mark.parametrize("system", benchmark.OWN)
 def test_a_plan_that_needs_more_memory_than_the_machine_has_is_not_run(
-    make_plan: Callable[..., Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: str
+    make_plan: Callable[..., Plan],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    system: str,
 ) -> None:
-    """Otherwise the system ends the process, or another one. A calibrated machine may grow."""
+    """Otherwise the system ends the process, or another one. A calibrated machine may grow, so the
+    command only warns.
+    """
     ran: list[Plan] = []
 
     def run(plan: Plan, *_: object, **__: object) -> None:
@@ -231,7 +237,8 @@ def test_a_plan_that_needs_more_memory_than_the_machine_has_is_not_run(
         raise RuntimeError("it would run")
 
     monkeypatch.setattr(own, "Executor", run)
-    monkeypatch.setattr(own, "host_bytes", lambda: LOADING_BYTES)  # nothing is left for pools
+    for name in ("host_bytes", "free_host_bytes"):
+        monkeypatch.setattr(own, name, lambda: LOADING_BYTES)  # nothing is left for pools
     plan = make_plan("double_buffer")
     plan = msgspec.structs.replace(plan, digest=lower(plan).digest)
     plan.save(tmp_path / "plan.toml")
@@ -243,6 +250,7 @@ def test_a_plan_that_needs_more_memory_than_the_machine_has_is_not_run(
     msgspec.structs.replace(plan, hardware=str(calibrated)).save(tmp_path / "plan.toml")
     found = child.attempt(system, tmp_path / "plan.toml", 3, "cpu")
     assert (found.failure, len(ran)) == ("RuntimeError: it would run", 1)
+    assert "of host memory, and 128.00 MiB are free now: close other" in capsys.readouterr().err
 
 
 def test_the_processes_find_the_machine_of_a_plan(
