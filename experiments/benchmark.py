@@ -21,6 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from megatrain.experiments.cli import file_arguments, options
 from megatrain.experiments.cli.program import run_program
 from megatrain.experiments.cli.verdict import from_options
@@ -183,6 +185,14 @@ def make_plan(args: argparse.Namespace) -> tuple[Plan, HardwareSpec]:
     if others:
         _refuse_for_others(plan.workload, ", ".join(others))
     return plan, hardware
+
+
+def _with_path(plan: Plan, file: Path | None) -> Plan:
+    """Returns `plan` with the path of its hardware file as seen from the current folder, where the
+    processes of the systems look for it. `file` is the file of the plan if it was read from one.
+    """
+    there = file.parent / plan.hardware if file else Path(plan.hardware)
+    return msgspec.structs.replace(plan, hardware=str(there)) if there.is_file() else plan
 
 
 def _refuse_for_others(work: Workload, systems: str) -> None:
@@ -404,7 +414,7 @@ def run(args: argparse.Namespace) -> int:
     records: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.toml"
-        plan.save(path)
+        _with_path(plan, args.plan).save(path)
         for system in args.systems:
             timeline = [str(args.timeline)] if args.timeline and system == "ours" else []
             found = time_system(system, path, args.steps, args.device, *timeline)

@@ -4,9 +4,11 @@ only the plan's compute ops, without transfers and updates.
 
 from __future__ import annotations
 
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 
+import msgspec
 import torch
 
 from megatrain.experiments.benchmarks.steps import (
@@ -23,10 +25,13 @@ from megatrain.runtime.calibration.compute_alone import compute_alone, fill
 from megatrain.runtime.execution.executor import Executor
 from megatrain.runtime.execution.preflight import preflight
 from megatrain.runtime.files.model_files import random_weights
+from megatrain.runtime.host import free_host_bytes, host_bytes
 from megatrain.runtime.layers.functional_layers import config_of
-from megatrain.runtime.machine import forget_device_memory
+from megatrain.runtime.machine import device_bytes, forget_device_memory
+from megatrain.runtime.memory.fitting import little_memory_note, refuse_what_does_not_fit
 from megatrain.runtime.memory.process_memory import host_peak_bytes
 from megatrain.runtime.optimizer.settings import AdamW
+from megatrain.simulator.hardware.machine import is_calibrated
 from megatrain.simulator.schedule.plan import Plan
 
 
@@ -34,12 +39,26 @@ def measure(
     system: str, plan: Plan, steps: int, device: torch.device, timeline: Path | None = None
 ) -> MeasuredSteps:
     """Returns the steps of `ours` or its `ceiling`, from random weights. Writes the timeline of the
-    last step to `timeline`. Raises UserError if the plan cannot be executed or does not fit.
+    last step to `timeline`. Raises UserError if the plan cannot be executed, or if it needs more
+    memory than its limits allow or than this machine has. Warns on standard error if it needs more
+    than is free.
     """
+    on_cpu = device.type != "cuda"
     settings, ceiling = AdamW(max_norm=MAX_NORM), system == "ceiling"
     schedule = preflight(plan, settings, device)
     if ceiling:
         schedule = compute_alone(plan)
+    refuse_what_does_not_fit(
+        # The prediction is that of the whole schedule.
+        msgspec.structs.replace(plan, prediction=None) if ceiling else plan,
+        schedule,
+        # As in Trainer, because a virtual machine may report less memory than it can grow to.
+        host_bytes=None if is_calibrated(Path(plan.hardware)) else host_bytes(),
+        device_bytes=device_bytes(device),
+        on_cpu=on_cpu,
+    )
+    if note := little_memory_note(schedule, free_host_bytes(), on_cpu=on_cpu):
+        print(note, file=sys.stderr, flush=True)
     forget_device_memory(device)
     with ExitStack() as stack:
         with allocation_bar() as on_allocate:

@@ -30,8 +30,6 @@ _HELP = {
     "state": "also measure the update on the host in this state format (default exact)",
 }
 """Option of the workload -> its help in this command."""
-_SHOWN_DIFFERENCES = 5
-"""The maximum number of differences that `--again` prints."""
 
 
 def grid(text: str) -> list[tuple[int, int]]:
@@ -344,7 +342,7 @@ def _compare(earlier: HardwareSpec, hardware: HardwareSpec, name: str) -> int:
         f"{result.compared - len(result.differences)} of {result.compared} numbers agree with"
         f" {name} within their spreads"
     )
-    for difference in result.differences[:_SHOWN_DIFFERENCES]:
+    for difference in result.differences:
         print(
             f"  {difference.name}: changed by {signed_percent(difference.change)}, more than the"
             f" spread of {difference.allowed:.1%}"

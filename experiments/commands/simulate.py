@@ -22,6 +22,27 @@ def describe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
+def step_line(seconds: float, makespan_ns: int, overhead_ns: int) -> str:
+    """Returns a line with the time of a step and the parts of which it is the sum.
+
+    Args:
+        seconds: the predicted time of the step.
+        makespan_ns: the part of the schedule's operations, at the host's mean speed.
+        overhead_ns: the part of the host outside the schedule (`CostModel.step_overhead_ns`).
+    """
+    from megatrain.simulator.base.units import format_seconds
+
+    parts = [f"{format_seconds(makespan_ns / 1e9)} for the schedule's operations"]
+    if overhead_ns:
+        parts.append(
+            f"{format_seconds(overhead_ns / 1e9)} for the host before the first and after the last"
+            " operation (step_overhead_ns)"
+        )
+    if varied_ns := round(seconds * 1e9) - makespan_ns - overhead_ns:
+        parts.append(f"{format_seconds(varied_ns / 1e9)} because the host's speed varies")
+    return f"step {format_seconds(seconds)}: {', '.join(parts)}"
+
+
 def run(args: argparse.Namespace) -> int:
     from megatrain.experiments.cli.verdict.from_options import as_json
     from megatrain.simulator.base.errors import DoesNotFit
@@ -77,10 +98,7 @@ def run(args: argparse.Namespace) -> int:
         f"{plan.model.name}, policy {plan.policy}{several}, schedule {schedule.digest}:"
         f" {len(schedule.ops)} ops{' on each GPU' if several else ''}"
     )
-    print(
-        f"step {format_seconds(choice.step_seconds)}, including"
-        f" {format_seconds(timeline.makespan_ns / 1e9)} for the schedule's operations"
-    )
+    print(step_line(choice.step_seconds, timeline.makespan_ns, costs.step_overhead_ns))
     print(
         "\n".join(
             f"  lane {lane:<8} busy {format_seconds(busy):>11} "

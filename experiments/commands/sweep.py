@@ -9,6 +9,7 @@ and all rows as JSON lines and as CSV.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -172,6 +173,10 @@ def _what_was_planned(entries: Sequence[SweepEntry]) -> str:
     return "\n".join(line for line, count in zip(lines, (planned, given), strict=True) if count)
 
 
+def _progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
 def run(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import (
@@ -186,11 +191,13 @@ def run(args: argparse.Namespace) -> int:
     from megatrain.experiments.sweep import running
     from megatrain.experiments.sweep.flat import ROWS, write_csv
     from megatrain.experiments.sweep.store import Store, SweepRow
-    from megatrain.experiments.sweep.table import table
+    from megatrain.experiments.sweep.table import point, table
     from megatrain.runtime.host import cores
     from megatrain.simulator.hardware.machine import HardwareSpec
 
     entries, hardware = entries_of(args), HardwareSpec.load(args.hardware)
+    axes = list(dict.fromkeys(name for grid in grids_of(args) for name in grid))
+    numbers = {entry.key: number for number, entry in enumerate(entries, 1)}
     store_path, csv_path = args.out / ROWS, args.out / "rows.csv"
     file_arguments.check_writable(store_path)
     console = Console(stderr=True)
@@ -216,14 +223,27 @@ def run(args: argparse.Namespace) -> int:
         def advance(rows: list[SweepRow]) -> None:
             bars.advance(bar, len(rows))
 
+        def begin(row: SweepRow) -> None:
+            _progress(f"plan {numbers[row.key]:,} of {len(entries):,}: {point(row, axes)}")
+
+        def end(rows: list[SweepRow]) -> None:
+            advance(rows)
+            for row in rows:
+                if row.decided_by == "refused":
+                    _progress(f"no result: {row.reason}")
+                elif row.decided_by == "memory":
+                    _progress(f"not run: it does not fit, limited by {row.binding}")
+
         if args.execute:
-            running.execute(todo, hardware, store, advance, steps=args.steps, device=args.device)
+            running.execute(
+                todo, hardware, store, end, before=begin, steps=args.steps, device=args.device
+            )
         else:
             running.simulate(todo, hardware, store, advance, jobs=args.jobs or cores())
         rows = [store.rows[entry.key] for entry in entries]
         write_csv(csv_path, store.rows.values())
     print(_what_was_planned(entries))
-    print(table(rows))
+    print(table(rows, axes))
     seconds = time.perf_counter() - begun
     print(
         f"\n{len(todo):,} plans in {seconds:.1f} s, {len(entries) - len(todo):,} had been done"

@@ -11,14 +11,20 @@ from megatrain.experiments import benchmark
 from megatrain.experiments.sweep.store import SweepRow
 from megatrain.runtime.warm_up import WARM_UP_STEPS
 from megatrain.simulator import policies
+from megatrain.simulator.costs import CostModel
 from megatrain.simulator.model.metrics import tokens_per_second
+from megatrain.simulator.planner.assessment import assess
 from megatrain.simulator.schedule.plan import Plan
 
 
-def executed(predicted: SweepRow, plan: Plan, path: Path, steps: int, device: str) -> SweepRow:
+def executed(
+    predicted: SweepRow, plan: Plan, costs: CostModel, path: Path, steps: int, device: str
+) -> SweepRow:
     """Returns `predicted` with the time and memory of `steps` executed steps. The first steps are
-    warm-up and are not counted. The plan is written to `path`. If the run fails, or if the policy
-    can only be predicted, the row is `refused` with the reason.
+    warm-up and are not counted. The plan is written to `path`.
+
+    The row is `refused` with the reason, and has what was predicted, if the run fails, if this
+    machine has less memory than the plan needs, or if the policy can only be predicted.
     """
     if policies.find(plan.policy).prediction_only:
         return msgspec.structs.replace(
@@ -29,7 +35,8 @@ def executed(predicted: SweepRow, plan: Plan, path: Path, steps: int, device: st
             tokens_per_second=None,
             predicted_seconds=predicted.step_seconds,
         )
-    msgspec.structs.replace(plan, digest=policies.lower(plan).digest).save(path)
+    # With its prediction, which the run compares with the memory of this machine.
+    assess(plan, costs, predicted.step_seconds).plan.save(path)
     found = benchmark.time_system("ours", path, steps, device)
     row = msgspec.structs.replace(
         predicted,
@@ -48,6 +55,6 @@ def executed(predicted: SweepRow, plan: Plan, path: Path, steps: int, device: st
         decided_by="execution",
         step_seconds=median,
         tokens_per_second=tokens_per_second(plan.workload, median),
-        device_peak_bytes=found["device_peak_bytes"] or row.device_peak_bytes,
-        host_peak_bytes=found["host_peak_bytes"] or row.host_peak_bytes,
+        measured_device_peak_bytes=found["device_peak_bytes"],
+        measured_host_peak_bytes=found["host_peak_bytes"],
     )

@@ -19,7 +19,13 @@ if TYPE_CHECKING:
 
 ROWS = "rows.jsonl"
 """The name of the store in a sweep's folder."""
-_SECONDS = ("step_seconds", "tokens_per_second", "predicted_seconds")
+_MAY_BE_NONE = (
+    "step_seconds",
+    "tokens_per_second",
+    "predicted_seconds",
+    "measured_device_peak_bytes",
+    "measured_host_peak_bytes",
+)
 
 
 def load_sweep(folder: str | os.PathLike[str]) -> pd.DataFrame:
@@ -40,7 +46,7 @@ def load_sweep(folder: str | os.PathLike[str]) -> pd.DataFrame:
         )
     rows, _ = parse_rows(path.read_bytes(), SweepRow, str(path))
     frame = pd.DataFrame([flat_row(row) for row in latest(rows)])
-    return frame.astype(dict.fromkeys(_SECONDS, float))  # None becomes NaN
+    return frame.astype(dict.fromkeys(_MAY_BE_NONE, float))  # None becomes NaN
 
 
 def latest(rows: Iterable[SweepRow]) -> list[SweepRow]:
@@ -76,6 +82,8 @@ def flat_row(row: SweepRow) -> dict[str, object]:
         "predicted_seconds": row.predicted_seconds,
         "device_peak_bytes": row.device_peak_bytes,
         "host_peak_bytes": row.host_peak_bytes,
+        "measured_device_peak_bytes": row.measured_device_peak_bytes,
+        "measured_host_peak_bytes": row.measured_host_peak_bytes,
         "binding": row.binding,
         "decided_by": row.decided_by,
         "reason": row.reason,

@@ -8,6 +8,9 @@ from collections.abc import Iterable
 
 from megatrain.experiments.sweep.store import SweepRow
 
+LEAST_GAIN = 0.01
+"""The share by which each row of a shown front is faster than the row before."""
+
 
 def front(rows: Iterable[SweepRow], least_gain: float = 0.0) -> list[SweepRow]:
     """Returns the front by ascending device memory. Each row takes less time per token than the row

@@ -33,8 +33,9 @@ from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
 
 _MOST = 1_000_000
-_LIMITS = {"device_memory": "device_limit_bytes", "host_memory": "host_limit_bytes"}
-_SIZES = {"chunk_bytes", "exchange_bytes", *_LIMITS}
+LIMITS = {"device_memory": "device_limit_bytes", "host_memory": "host_limit_bytes"}
+"""The axes that are a limit -> the field of a plan."""
+_SIZES = {"chunk_bytes", "exchange_bytes", *LIMITS}
 _PLACED = tuple(f"placement.{name}" for name in Placement.__struct_fields__)
 _ALIASES = {"seq": "sequence", "compile": "compiled"} | {
     name.partition(".")[2]: name for name in _PLACED
@@ -46,7 +47,7 @@ AXES = (
     *(name for name in Knobs.__struct_fields__ if name != "placement"),
     *_PLACED,
     *Workload.__struct_fields__,
-    *_LIMITS,
+    *LIMITS,
 )
 """Every name that an axis may have."""
 
@@ -96,7 +97,7 @@ def axis(
     """
     name = _ALIASES.get(name, name)
     if name not in AXES:
-        *first, last = (*_LIMITS, *others)
+        *first, last = (*LIMITS, *others)
         listed = ", ".join(first)
         raise UserError(
             where,
@@ -121,7 +122,7 @@ def _value(name: str, value: Any, where: str) -> Any:
     into = Workload if name in Workload.__struct_fields__ else Knobs
     wanted = (
         int
-        if name in _LIMITS
+        if name in LIMITS
         else str
         if name == "policy" or name in _PLACED
         else _type_of(into, name)
@@ -173,7 +174,7 @@ def changed(base: Plan, values: dict[str, Any]) -> Plan:
     if placed:
         knobs["placement"] = msgspec.structs.replace(base.knobs.placement, **placed)
     changes: dict[str, Any] = {
-        field: values[name] for name, field in _LIMITS.items() if name in values
+        field: values[name] for name, field in LIMITS.items() if name in values
     }
     for name, field in (
         ("policy", "policy"),

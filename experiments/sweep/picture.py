@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.transforms import Bbox
 
-from megatrain.experiments.sweep.front import front
+from megatrain.experiments.sweep.front import LEAST_GAIN, front
 from megatrain.experiments.sweep.store import SweepRow
 from megatrain.experiments.sweep.table import settings
 from megatrain.simulator.base.files import write_bytes
@@ -47,9 +47,10 @@ _METADATA: dict[str, dict[str, None]] = {
 def draw(rows: Sequence[SweepRow], stem: Path, title: str, caption: str) -> list[Path]:
     """Writes `STEM.png` and `STEM.pdf` of the timed rows, and returns the paths. `caption` says how
     and when the sweep was made. If the rows differ in tokens per step, the time is that of a
-    million tokens.
+    million tokens. The Pareto front is that of the table: each of its plans is faster than the one
+    before by more than `LEAST_GAIN`.
     """
-    timed, best = [row for row in rows if row.timed], front(rows)
+    timed, best = [row for row in rows if row.timed], front(rows, LEAST_GAIN)
     one_step = len({row.workload.step_tokens for row in timed}) == 1
     scale = timed[0].workload.step_tokens if one_step else 1e6
 
@@ -66,7 +67,8 @@ def draw(rows: Sequence[SweepRow], stem: Path, title: str, caption: str) -> list
         few = len(timed) <= _MANY
         policies = sorted({row.policy for row in timed})
         x, y = points(best)
-        axes.step(x, y, where="post", color=INK, linewidth=1.1, label="Pareto front", zorder=2)
+        label = f"Pareto front, each plan at least {LEAST_GAIN:.0%} faster"
+        axes.step(x, y, where="post", color=INK, linewidth=1.1, label=label, zorder=2)
         # Not strict, because the cycles are endless.
         for place, (policy, colour, mark) in enumerate(
             zip(policies, cycle(_COLOURS), cycle(_MARKS))

@@ -158,28 +158,24 @@ def execute(
     store: Store,
     on_rows: OnRows,
     *,
+    before: Callable[[SweepRow], None],
     steps: int,
     device: str,
 ) -> None:
     """Runs each plan for `steps` optimizer steps on random tokens, each in its own process, stores
     its row, and calls `on_rows` with it. If a policy refuses the plan, or if the plan does not fit,
-    it is only simulated, and its row has the reason.
+    it is only simulated, and its row has the reason. `before` is called with the predicted row of
+    each plan before the plan runs.
     """
     from megatrain.experiments.sweep.executed import executed
 
     work = Simulator(hardware)
     with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "plan.toml"
         for entry in entries:
             row = _row(work, entry)
-            plan = msgspec.structs.replace(entry.plan, knobs=row.knobs)
-            _keep(
-                [
-                    (
-                        executed(row, plan, Path(folder) / "plan.toml", steps, device)
-                        if row.timed
-                        else row
-                    )
-                ],
-                store,
-                on_rows,
-            )
+            before(row)
+            if row.timed:
+                plan = msgspec.structs.replace(entry.plan, knobs=row.knobs)
+                row = executed(row, plan, work.cost_model_of(plan), path, steps, device)
+            _keep([row], store, on_rows)

@@ -129,12 +129,13 @@ class Simulator:
         fields = self._fields(plan, key)
         try:
             policies.check_outside(plan)
-            account, timed = self._measure(plan, self._cost_model(plan))
+            account, timed = self._measure(plan, self.cost_model_of(plan))
         except UserError as error:
             return SweepRow(**fields, decided_by="refused", reason=str(error))
         return _row(fields, plan.workload, account, timed)
 
-    def _cost_model(self, plan: Plan) -> CostModel:
+    def cost_model_of(self, plan: Plan) -> CostModel:
+        """Returns the cost model for the plan's workload, the same one for all plans of it."""
         if plan.workload not in self._costs:
             self._costs[plan.workload] = cost_model(self.hardware, plan.model, plan.workload)
         return self._costs[plan.workload]

@@ -50,21 +50,22 @@ class SweepRow(msgspec.Struct, frozen=True, kw_only=True):
     host_limit_bytes: int
     """The plan's limit of host memory."""
     decided_by: Decided
-    """How the result was found. `refused`: the policy refuses the plan, or its run failed.
+    """How the result was found. `refused`: the policy refuses the plan, this machine has too little
+    memory to run it, or its run failed.
     `memory`: the plan does not fit. `evaluator`: computed by the evaluator, which is exact because
     no op slows another. `engine`: simulated by the engine. `execution`: measured on a machine.
     """
     planned: bool = False
     """Whether the planner chose the knobs. Otherwise they are those of the grid."""
     reason: str = ""
-    """Why the plan was refused, or an empty text."""
+    """Why the plan was refused, or why its run failed. Empty otherwise."""
     binding: str = ""
     """The lane with the most work. If the plan does not fit, the largest pool of the fuller memory.
     """
     device_peak_bytes: int = 0
-    """Peak of device memory, or 0 if the plan was refused."""
+    """Predicted peak of device memory, or 0 if the policy refused the plan."""
     host_peak_bytes: int = 0
-    """Peak of host memory, or 0 if the plan was refused."""
+    """Predicted peak of host memory, or 0 if the policy refused the plan."""
     step_seconds: float | None = None
     """Time of a step, or None if the plan was refused or does not fit. For an execution, the median
     of the steps after the warm-up.
@@ -72,7 +73,13 @@ class SweepRow(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_second: float | None = None
     """Tokens of a step divided by `step_seconds`."""
     predicted_seconds: float | None = None
-    """For an execution, the predicted step time."""
+    """For an execution, the predicted step time. Also if the execution failed or was refused."""
+    measured_device_peak_bytes: int | None = None
+    """For an execution, the peak of PyTorch's allocator. Without CUDA, the size of the pool that
+    represents the device.
+    """
+    measured_host_peak_bytes: int | None = None
+    """For an execution, the peak of the process's resident memory."""
 
     @property
     def timed(self) -> bool:

@@ -7,11 +7,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from megatrain.experiments.sweep.front import fastest, front
+from megatrain.experiments.sweep.front import LEAST_GAIN, fastest, front
+from megatrain.experiments.sweep.grid import AXES, KNOBS, LIMITS
 from megatrain.experiments.sweep.store import SweepRow
 from megatrain.simulator.base.units import format_bytes, format_seconds
 from megatrain.simulator.compare.error_table import align
-from megatrain.simulator.schedule.plan import Placement
+from megatrain.simulator.schedule.plan import Knobs
 
 _MEANINGS = {
     "engine": "timed by the engine",
@@ -21,12 +22,12 @@ _MEANINGS = {
     "refused": "refused",
 }
 _REASONS = 3
-_LEAST_GAIN = 0.01
-"""A printed row of the front is faster than the row before by more than this share."""
 
 
-def table(rows: Sequence[SweepRow]) -> str:
-    """Returns a summary of the sweep as text. It does not list all rows."""
+def table(rows: Sequence[SweepRow], axes: Sequence[str]) -> str:
+    """Returns a summary of the sweep as text. It does not list all rows. Beside the policy, it has
+    a column for each of the swept `axes` with more than one value in `rows`.
+    """
     counts = Counter[str](row.decided_by for row in rows)
     reasons = Counter(row.reason for row in rows if row.decided_by == "refused")
     others = len(reasons) - _REASONS
@@ -39,87 +40,93 @@ def table(rows: Sequence[SweepRow]) -> str:
             f"  refused, {count:,} plans: {reason}"
             for reason, count in reasons.most_common(_REASONS)
         ),
-        *([f"  refused for {others:,} other reasons"] if others > 0 else []),
+        *([f"  refused for {others:,} other reasons, in rows.csv"] if others > 0 else []),
     ]
     if not any(row.timed for row in rows):
         return "\n".join(lines)
+    varied = [name for name in axes if name != "policy" and _varies(rows, name)]
     for title, chosen in (
         ("fastest of each policy", fastest(rows)),
         (
             "Pareto front of device memory and time, each plan at least"
-            f" {_LEAST_GAIN:.0%} faster than the one above",
-            front(rows, _LEAST_GAIN),
+            f" {LEAST_GAIN:.0%} faster than the one above",
+            front(rows, LEAST_GAIN),
         ),
     ):
-        lines += ["", f"{title}:", *_lines(chosen)]
+        lines += ["", f"{title}:", *_lines(chosen, varied)]
     return "\n".join(lines)
 
 
+def point(row: SweepRow, axes: Sequence[str]) -> str:
+    """Returns the policy of the row and its values of `axes`, such as `resident, batch 8`."""
+    named = [name for name in axes if name != "policy"]
+    return ", ".join([row.policy, *(f"{_heading(name)} {_setting(row, name)}" for name in named)])
+
+
 def settings(row: SweepRow) -> dict[str, str]:
-    """Returns axis -> value of the row as text. If the planner chose the knobs, their value is
-    `planned`: they are a result, so a table needs no columns for them. `rows.csv` has them.
+    """Returns axis -> value of the row as text, without the policy. If the planner chose the knobs,
+    their value is `planned`: they are a result, so a table needs no columns for them. `rows.csv`
+    has them.
     """
-    knobs = {
-        name: _text(name, getattr(row.knobs, name))
-        for name in row.knobs.__struct_fields__
-        if name != "placement"
-    }
-    placed = {
-        f"placement.{name}": getattr(row.knobs.placement, name) or "-"
-        for name in Placement.__struct_fields__
-    }
-    work = {name: str(getattr(row.workload, name)) for name in row.workload.__struct_fields__}
-    if row.planned:
-        knobs, placed = (dict.fromkeys(names, "planned") for names in (knobs, placed))
-    return {
-        **knobs,
-        **placed,
-        **work,
-        "device_memory": format_bytes(row.device_limit_bytes),
-        "host_memory": format_bytes(row.host_limit_bytes),
-    }
+    return {name: _setting(row, name) for name in AXES if name != "policy"}
 
 
-def _text(name: str, value: object) -> str:
-    return format_bytes(int(str(value))) if name.endswith("_bytes") else str(value)
+def _setting(row: SweepRow, name: str) -> str:
+    """Returns the row's value of an axis as text."""
+    if name in LIMITS:
+        return format_bytes(getattr(row, LIMITS[name]))
+    if name in KNOBS and row.planned:
+        return "planned"
+    if name.startswith("placement."):
+        return getattr(row.knobs.placement, name.removeprefix("placement.")) or "-"
+    value = getattr(row.knobs if name in Knobs.__struct_fields__ else row.workload, name)
+    return format_bytes(value) if name.endswith("_bytes") else str(value)
 
 
-def _varied(rows: Sequence[SweepRow]) -> list[str]:
-    """Returns the axes in which the rows differ."""
-    seen: dict[str, set[str]] = {}
-    for row in rows:
-        for name, value in settings(row).items():
-            seen.setdefault(name, set()).add(value)
-    return [name for name, values in seen.items() if len(values) > 1]
+def _heading(name: str) -> str:
+    return name.removeprefix("placement.")
 
 
-def _lines(rows: Sequence[SweepRow]) -> list[str]:
-    """Returns the lines of the table. It has a column for each setting that varies between rows."""
-    varied = _varied(rows)
+def _varies(rows: Sequence[SweepRow], name: str) -> bool:
+    """Returns whether the rows have more than one value of an axis."""
+    first = _setting(rows[0], name)
+    return any(_setting(row, name) != first for row in rows)
+
+
+def _lines(rows: Sequence[SweepRow], axes: Sequence[str]) -> list[str]:
+    """Returns the lines of the table, with a column for each of `axes`."""
     executed = any(row.predicted_seconds is not None for row in rows)
     head = [
         "policy",
-        *(name.removeprefix("placement.") for name in varied),
+        *map(_heading, axes),
         "step",
         *(["predicted"] if executed else []),
         "tokens/s",
         "device",
+        *(["measured"] if executed else []),
         "host",
+        *(["measured"] if executed else []),
         "by",
     ]
     cells = [head]
     for row in rows:
-        values = settings(row)
         predicted = [format_seconds(row.predicted_seconds or 0)] if executed else []
+        device, host = (
+            [format_bytes(peak), *([format_bytes(measured or 0)] if executed else [])]
+            for peak, measured in (
+                (row.device_peak_bytes, row.measured_device_peak_bytes),
+                (row.host_peak_bytes, row.measured_host_peak_bytes),
+            )
+        )
         cells.append(
             [
                 row.policy,
-                *(values[name] for name in varied),
+                *(_setting(row, name) for name in axes),
                 format_seconds(row.step_seconds or 0),
                 *predicted,
                 f"{row.tokens_per_second or 0:,.0f}",
-                format_bytes(row.device_peak_bytes),
-                format_bytes(row.host_peak_bytes),
+                *device,
+                *host,
                 row.decided_by,
             ]
         )

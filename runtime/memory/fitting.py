@@ -13,6 +13,9 @@ LOADING_BYTES = 2**27
 """Host memory that loading, saving and exporting need in addition to the pools; 67 MB were
 measured. Mapped files are not counted, because the system can drop their pages."""
 
+_HAS = "{}, what this machine has"
+_PLAN_FOR_THIS = "make a plan for this machine with `megatrain calibrate` and `megatrain plan`"
+
 
 def refuse_what_does_not_fit(
     plan: Plan,
@@ -20,6 +23,7 @@ def refuse_what_does_not_fit(
     *,
     host_bytes: int | None = None,
     device_bytes: int | None = None,
+    on_cpu: bool = False,
 ) -> None:
     """Raises DoesNotFit if `plan` needs more memory than its limits allow or than the machine has.
 
@@ -31,6 +35,8 @@ def refuse_what_does_not_fit(
         schedule: The schedule of `plan`.
         host_bytes: Host memory of the machine, or None to compare only with the plan's limit.
         device_bytes: Device memory of the machine, or None to compare only with the plan's limit.
+        on_cpu: Whether the device pools are in host memory, too. Then the pools of both are also
+            compared with `host_bytes`.
     """
     for place, predicted, limit, machine_bytes in (
         (
@@ -46,10 +52,7 @@ def refuse_what_does_not_fit(
             host_bytes,
         ),
     ):
-        pools: Counter[str] = Counter()
-        for buffer in schedule.buffers:
-            if buffer.place == place and not buffer.dynamic:
-                pools[buffer.pool] += buffer.allocated
+        pools = _pools(schedule, place)
         needed = max(pools.total(), predicted or 0)
         loading = LOADING_BYTES if place == "host" else 0
         if needed > limit:
@@ -68,9 +71,18 @@ def refuse_what_does_not_fit(
                 place,
                 needed + loading,
                 pools,
-                allowed=f"{format_bytes(machine_bytes)}, what this machine has",
-                fix="make a plan for this machine with `megatrain calibrate` and `megatrain plan`",
+                allowed=_HAS.format(format_bytes(machine_bytes)),
+                fix=_PLAN_FOR_THIS,
             )
+    both = _pools(schedule, "device", "host")
+    if on_cpu and host_bytes is not None and both.total() + LOADING_BYTES > host_bytes:
+        raise _refusal(
+            "device and host",
+            both.total() + LOADING_BYTES,
+            both,
+            allowed=_HAS.format(format_bytes(host_bytes)),
+            fix=_PLAN_FOR_THIS,
+        )
 
 
 def little_memory_note(schedule: Schedule, free_bytes: int, *, on_cpu: bool = False) -> str:
@@ -92,6 +104,15 @@ def little_memory_note(schedule: Schedule, free_bytes: int, *, on_cpu: bool = Fa
         f" {format_bytes(free_bytes)} are free now: close other programs, or plan with"
         f" --host-memory {free_bytes // 2**30}GiB, or the system may end this run"
     )
+
+
+def _pools(schedule: Schedule, *places: str) -> Counter[str]:
+    """Returns the bytes of each pool in `places`."""
+    pools: Counter[str] = Counter()
+    for buffer in schedule.buffers:
+        if buffer.place in places and not buffer.dynamic:
+            pools[buffer.pool] += buffer.allocated
+    return pools
 
 
 def _refusal(place: str, needed: int, pools: Counter[str], *, allowed: str, fix: str) -> DoesNotFit:

@@ -55,7 +55,7 @@ def load(group: str, name: str) -> object:
     point = installed(group)[name]
     try:
         return point.load()
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a plugin that exits must not end the command
         raise _cannot_load(f"{group} entry point {point.value}", error) from error
 
 
@@ -77,7 +77,7 @@ def load_file(what: str, path: str) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _cannot_load(f"{what} {path}", error) from error
     return module
 
@@ -87,7 +87,7 @@ def with_article(what: str) -> str:
     return f"{'an' if what[0] in 'aeiou' else 'a'} {what}"
 
 
-def _cannot_load(where: str, error: Exception) -> UserError:
+def _cannot_load(where: str, error: BaseException) -> UserError:
     found = f"{type(error).__name__} while it was loaded: {error}".splitlines()[0]
     return UserError(
         where, found=found, allowed="a module that can be imported", fix="correct the file"

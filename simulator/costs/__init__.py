@@ -158,7 +158,7 @@ def _from_outside(hardware: HardwareSpec, model: ModelSpec, workload: Workload) 
         costs: CostModel = make(hardware, model, workload)
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(
             where,
             found=f"{type(error).__name__}: {error}".splitlines()[0],

@@ -36,7 +36,12 @@ from megatrain.simulator.hardware.limits import (
 )
 from megatrain.simulator.hardware.rates import Rates
 from megatrain.simulator.hardware.several_gpus import SeveralGpus, check_measured_counts, nearest
-from megatrain.simulator.hardware.shared import SharedMachine, machines_folder, shared_machines
+from megatrain.simulator.hardware.shared import (
+    SharedMachine,
+    check_date,
+    machines_folder,
+    shared_machines,
+)
 from megatrain.simulator.model.workload import Kernel
 from megatrain.simulator.schedule import LANES
 from megatrain.simulator.schedule.plan import MOST_NETWORK_GB_PER_S
@@ -130,8 +135,8 @@ class HardwareSpec(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True)
     costs: CostTable | None = None
     """The calibration of this machine, used instead of the rates. None for a datasheet."""
     measured_by_others: str = ""
-    """The date on which others measured the rates of this machine (`shared.py`). Empty if they are
-    estimates, or if `costs` has a calibration."""
+    """The date on which others measured the rates of this machine (`shared.py`), which then has
+    `gpu_names`. Empty if they are estimates, or if `costs` has a calibration."""
     corrections: dict[str, float] = msgspec.field(default_factory=dict)
     """Measured divided by predicted duration of a run's ops, from `megatrain train --adapt`. The
     key is `KIND@LANE`, a lane for the other kinds on it, or `all` for the other lanes."""
@@ -195,6 +200,15 @@ class HardwareSpec(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True)
                 )
         check_lanes(where, self.contention, self.dispatch_ns)
         at_least(f"{where}: step_overhead_ns", self.step_overhead_ns, 0)
+        if self.measured_by_others:
+            check_date(f"{where}: measured_by_others", self.measured_by_others)
+            if not self.gpu_names:
+                raise UserError(
+                    f"{where}: measured_by_others",
+                    found=f"{self.measured_by_others}, without gpu_names",
+                    allowed="a date like 2026-11-23 of a machine with gpu_names, or nothing",
+                    fix="add the name that the driver reports to gpu_names, or leave it out",
+                )
         check_measured_counts(f"{where}: several", self.several)
         for key, factor in self.corrections.items():
             refuse_unknown(f"{where}: corrections.{key}", key.rpartition("@")[2], (*LANES, "all"))

@@ -61,15 +61,7 @@ class SharedMachine(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True
                     allowed=f"1 to {_LONGEST_TEXT} printable characters",
                     fix=f"correct {field}",
                 )
-        try:
-            datetime.date.fromisoformat(self.date)
-        except ValueError:
-            raise UserError(
-                "date",
-                found=repr(self.date[:_LONGEST_TEXT]),
-                allowed="a date like 2026-11-23",
-                fix="correct the date",
-            ) from None
+        check_date("date", self.date)
 
     def rates(self) -> dict[str, Any]:
         """Returns the fields of HardwareSpec that these measurements replace."""
@@ -79,6 +71,19 @@ class SharedMachine(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True
             "uncertainty": UNCERTAINTY,
             **{field: getattr(self, field) for field in Rates.__struct_fields__},
         }
+
+
+def check_date(where: str, text: str) -> None:
+    """Raises UserError if `text` is not a date like 2026-11-23. `where` names the field."""
+    try:
+        datetime.date.fromisoformat(text)
+    except ValueError:
+        raise UserError(
+            where,
+            found=repr(text[:_LONGEST_TEXT]),
+            allowed="a date like 2026-11-23",
+            fix="correct the date",
+        ) from None
 
 
 def machines_folder() -> Path:

@@ -110,7 +110,9 @@ def lower_uncached(plan: Plan) -> Schedule:
     """Returns what `lower` returns, without its cache."""
     policy = _policy(plan)
     with _failures_named(plan.policy, "lower"):
-        return _schedule(policy.lower(plan))
+        schedule = _schedule(policy.lower(plan))
+        _refuse_empty(bool(schedule.ops))
+        return schedule
 
 
 def lower_for_timing(plan: Plan) -> Schedule:
@@ -122,6 +124,7 @@ def lower_for_timing(plan: Plan) -> Schedule:
     policy = _policy(plan)
     with _failures_named(plan.policy, "lower"):
         schedule = _schedule(policy.lower_for_timing(plan))
+        _refuse_empty(bool(schedule.compiled.lanes))
         if schedule.compiled.fault:
             allowed, fix = "dependencies on earlier ops", "let Builder derive the dependencies"
             raise ScheduleError(schedule.compiled.fault, allowed, fix)
@@ -274,6 +277,16 @@ def _schedule(result: object) -> Schedule:
     return result
 
 
+def _refuse_empty(has_ops: bool) -> None:
+    """Raises ScheduleError for a schedule without ops, because its step would take no time."""
+    if not has_ops:
+        raise ScheduleError(
+            "a schedule without ops",
+            "the ops of one optimizer step",
+            "emit the ops with Builder.op before Builder.build",
+        )
+
+
 @contextlib.contextmanager
 def _failures_named(name: str, method: str) -> Iterator[None]:
     """Raises UserError with the policy's name if its `method` fails in the block. The error names
@@ -290,7 +303,7 @@ def _failures_named(name: str, method: str) -> Iterator[None]:
             allowed=error.allowed,
             fix=error.fix,
         ) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a policy that exits must not end the command
         text = str(error).splitlines()[0] if str(error) else ""
         raise UserError(
             f"policy {name}",
@@ -300,7 +313,7 @@ def _failures_named(name: str, method: str) -> Iterator[None]:
         ) from error
 
 
-def _line(name: str, error: Exception) -> str:
+def _line(name: str, error: BaseException) -> str:
     """Returns the last line of the policy's file that `error` passed through, or empty if it passed
     through none.
     """
@@ -316,9 +329,10 @@ def _line(name: str, error: Exception) -> str:
 def flush_update(plan: Plan) -> Schedule | None:
     """Returns the deferred update of a step of `plan` as a schedule on the step's buffers.
 
-    Returns None if the policy defers no update.
+    Returns None if the policy defers no update. Raises UserError if the policy fails.
     """
-    return find(plan.policy).flush_update(plan)
+    with _failures_named(plan.policy, "flush_update"):
+        return find(plan.policy).flush_update(plan)
 
 
 def evaluation(plan: Plan) -> Schedule:

@@ -11,6 +11,7 @@ import importlib.util
 import io
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from megatrain.experiments import benchmark
 from megatrain.experiments.baselines import fsdp2, zero3
 from megatrain.experiments.benchmarks import batches, child, own
 from megatrain.experiments.benchmarks.steps import Parts, Reading, WorkStep
+from megatrain.runtime.memory.fitting import LOADING_BYTES
 from megatrain.runtime.memory.process_memory import host_peak_bytes
 from megatrain.simulator.hardware.cost_table import COMPUTE_KINDS
 from megatrain.simulator.model.workload import Workload
@@ -215,6 +217,61 @@ def test_an_error_in_a_child_process_is_returned_as_its_failure(
     assert "found no such file" in child.attempt("ours", path, 3, "cpu").failure
     make_plan("double_buffer", device_limit_bytes=1000).save(path)
     assert child.attempt("ours", path, 3, "cpu").failure.startswith("plan: digest: found ''")
+
+
+@pytest.mark.parametrize("system", benchmark.OWN)
+def test_a_plan_that_needs_more_memory_than_the_machine_has_is_not_run(
+    make_plan: Callable[..., Plan],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    system: str,
+) -> None:
+    """Otherwise the system ends the process, or another one. A calibrated machine may grow, so the
+    command only warns.
+    """
+    ran: list[Plan] = []
+
+    def run(plan: Plan, *_: object, **__: object) -> None:
+        ran.append(plan)
+        raise RuntimeError("it would run")
+
+    monkeypatch.setattr(own, "Executor", run)
+    for name in ("host_bytes", "free_host_bytes"):
+        monkeypatch.setattr(own, name, lambda: LOADING_BYTES)  # nothing is left for pools
+    plan = make_plan("double_buffer")
+    plan = msgspec.structs.replace(plan, digest=lower(plan).digest)
+    plan.save(tmp_path / "plan.toml")
+    found = child.attempt(system, tmp_path / "plan.toml", 3, "cpu")
+    assert "memory: found a plan that needs 12" in found.failure
+    assert "allowed: 128.00 MiB, what this machine has; fix: make a plan" in found.failure
+    assert (found.steps, ran) == ((), [])
+    calibrated = Path(benchmark.__file__).parent / "results" / "h200-heldout" / "hardware.toml"
+    msgspec.structs.replace(plan, hardware=str(calibrated)).save(tmp_path / "plan.toml")
+    found = child.attempt(system, tmp_path / "plan.toml", 3, "cpu")
+    assert (found.failure, len(ran)) == ("RuntimeError: it would run", 1)
+    assert "of host memory, and 128.00 MiB are free now: close other" in capsys.readouterr().err
+
+
+def test_the_processes_find_the_machine_of_a_plan(
+    make_plan: Callable[..., Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan names its hardware file from its own folder, and the processes read a copy."""
+    (tmp_path / "plans").mkdir()
+    library = Path(benchmark.__file__).parents[1] / "simulator" / "library" / "hardware"
+    shutil.copy(library / "h200.toml", tmp_path / "hardware.toml")
+    plan = make_plan("double_buffer", hardware="../hardware.toml")
+    msgspec.structs.replace(plan, digest=lower(plan).digest).save(tmp_path / "plans/plan.toml")
+    monkeypatch.chdir(tmp_path)
+    named: list[Path] = []
+
+    def timed(system: str, path: Path, *_: object) -> dict[str, Any]:
+        named.append(Path(Plan.load(path).hardware))
+        return {"system": system, "failure": "not timed", "steps": []}
+
+    monkeypatch.setattr(benchmark, "time_system", timed)
+    assert benchmark.main(["--plan", "plans/plan.toml", "--systems", "ours"]) == 1
+    assert [path.resolve() for path in named] == [tmp_path / "hardware.toml"]
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,10 @@ def broken(*_: object) -> Datasheet:
     raise ZeroDivisionError("no rate\nfor this link")
 
 
+def exiting(*_: object) -> Datasheet:
+    raise SystemExit(7)
+
+
 Install = Callable[[str, str, str], None]
 
 
@@ -145,8 +149,12 @@ def test_a_calibrated_machine_with_a_cost_model_of_its_own_is_not_called_measure
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("nobody", "found no such cost model; allowed: an installed one \\(broken, nothing\\)"),
+        (
+            "nobody",
+            "found no such cost model; allowed: an installed one \\(broken, exiting, nothing\\)",
+        ),
         ("nothing", "found no function cost_model"),
+        ("exiting", "found SystemExit: 7; allowed: "),
         ("broken", "found ZeroDivisionError: no rate; allowed: "),
         ("missing.py", "found no file missing.py"),
     ],
@@ -155,6 +163,7 @@ def test_a_cost_model_that_cannot_be_used_gives_a_one_line_error(
     install: Install, name: str, message: str
 ) -> None:
     install("megatrain.cost_models", "broken", "broken")
+    install("megatrain.cost_models", "exiting", "exiting")
     install("megatrain.cost_models", "nothing", "NOTHING")
     hardware = msgspec.structs.replace(H200, cost_model=name)
     with pytest.raises(UserError, match=message):

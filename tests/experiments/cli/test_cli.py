@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import shlex
 import struct
 import warnings
@@ -20,6 +21,7 @@ import pytest
 from megatrain.experiments.cli.main import parse
 from megatrain.experiments.cli.verdict import layout, this_machine
 from megatrain.experiments.cli.verdict import text as verdict_text
+from megatrain.experiments.commands.simulate import step_line
 from megatrain.experiments.files.hardware_file import write_hardware
 from megatrain.runtime.calibration.presets import LARGE, model_of, set_of_named
 from megatrain.simulator.base.units import format_count, format_seconds
@@ -111,14 +113,17 @@ def test_a_second_calibration_says_whether_it_agrees(
         )
     )
     assert hardware.costs is not None
-    spread = {f"norm {size}": 0.01 for size, _ in hardware.costs.curves["norm"]} | {
-        "contention.h2d.d2h": 0.01
-    }
+    curves = {kind: hardware.costs.curves[kind] for kind in ("norm", "cpu_update")}
+    names = [f"{kind} {size}" for kind, points in curves.items() for size, _ in points]
+    spread = dict.fromkeys([*names, "contention.h2d.d2h"], 0.01)
     timed = msgspec.structs.replace(hardware.costs, spread=spread, activations={}, workspace={})
     first = msgspec.structs.replace(hardware, costs=timed)
     slower = {
         **hardware.costs.curves,
-        "norm": tuple((size, 2 * duration) for size, duration in hardware.costs.curves["norm"]),
+        **{
+            kind: tuple((size, 2 * duration) for size, duration in points)
+            for kind, points in curves.items()
+        },
     }
     second = msgspec.structs.replace(hardware, costs=msgspec.structs.replace(timed, curves=slower))
     nothing = msgspec.structs.replace(hardware, costs=msgspec.structs.replace(timed, spread={}))
@@ -141,11 +146,12 @@ def test_a_second_calibration_says_whether_it_agrees(
     assert command(*words).status == 0
     again = command(*words[:-1], "new/again.toml", "--again", "new/hardware.toml")
     assert again.status == 0
-    assert "4 of 4 numbers agree with new/hardware.toml within their spreads" in again.out
+    assert "7 of 7 numbers agree with new/hardware.toml within their spreads" in again.out
     noisy = command(*words[:-1], "new/third.toml", "--again", "new/hardware.toml")
     assert noisy.status == 1
-    assert "1 of 4 numbers agree" in noisy.out
-    assert "norm 233057792: changed by +100.0 %, more than the spread of 4.0%" in noisy.out
+    assert "1 of 7 numbers agree" in noisy.out
+    for name in names:  # each of them
+        assert f"  {name}: changed by +100.0 %, more than the spread of 4.0%\n" in noisy.out
     assert "the machine is noisy" in noisy.out
     other = command(*words[:-1], "new/fourth.toml", "--again", "new/hardware.toml")
     assert other.status == 2
@@ -452,6 +458,18 @@ def test_the_same_words_make_the_same_plan(command: Any) -> None:
     assert Path("a.toml").read_bytes() == Path("b.toml").read_bytes()
 
 
+def test_the_parts_of_a_step_are_named() -> None:
+    assert step_line(2.391, 2_386_000_000, 5_000_000) == (
+        "step 2.391 s: 2.386 s for the schedule's operations, 5.000 ms for the host before the"
+        " first and after the last operation (step_overhead_ns)"
+    )
+    assert step_line(1.5, 1_400_000_000, 0) == (
+        "step 1.500 s: 1.400 s for the schedule's operations, 100.000 ms because the host's speed"
+        " varies"
+    )
+    assert step_line(1.5, 1_500_000_000, 0) == "step 1.500 s: 1.500 s for the schedule's operations"
+
+
 @pytest.mark.usefixtures("workplace")
 def test_simulate_prints_every_lane_and_the_memory(command: Any) -> None:
     outcome = command("simulate", "plan.toml")
@@ -460,6 +478,11 @@ def test_simulate_prints_every_lane_and_the_memory(command: Any) -> None:
     assert plan.digest in outcome.out
     assert all(f"lane {lane} " in outcome.out for lane in ("compute", "h2d", "d2h", "cpu"))
     assert "DOES NOT FIT" not in outcome.out
+    (line,) = re.findall(r"^step .*", outcome.out, re.MULTILINE)
+    assert plan.prediction is not None
+    overhead = HardwareSpec.load("h200").step_overhead_ns
+    makespan = round(plan.prediction.step_seconds * 1e9) - overhead
+    assert line == step_line(plan.prediction.step_seconds, makespan, overhead)
     text = Path("plan.toml").read_text()
     Path("plan.toml").write_text(
         text.replace(f"device_limit_bytes = {plan.device_limit_bytes}", "device_limit_bytes = 1000")

@@ -23,6 +23,7 @@ from megatrain.experiments.sweep.simulated import Simulator, likeness
 from megatrain.experiments.sweep.store import Keys, Store, SweepRow, sources_digest
 from megatrain.experiments.sweep.table import settings as shown
 from megatrain.experiments.sweep.table import table
+from megatrain.runtime.memory.fitting import LOADING_BYTES
 from megatrain.simulator import policies
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import cost_model
@@ -39,6 +40,20 @@ ADDING = Path(__file__).parents[3] / "docs" / "adding.md"
 
 def axes(**values: Any) -> grid.Axes:
     return dict(grid.axis(name.replace("__", "."), found, "test") for name, found in values.items())
+
+
+def plan_of(row: SweepRow) -> Plan:
+    """Returns the plan of a row with the model `tiny` of the workplace."""
+    return Plan(
+        policy=row.policy,
+        hardware="h200",
+        source="tiny",
+        model=ModelSpec.load("tiny"),
+        knobs=row.knobs,
+        workload=row.workload,
+        device_limit_bytes=row.device_limit_bytes,
+        host_limit_bytes=row.host_limit_bytes,
+    )
 
 
 def rows_of(plans: list[Plan]) -> dict[int, SweepRow]:
@@ -352,7 +367,7 @@ def test_the_front_has_the_plans_that_no_other_beats(make_plan: Any) -> None:
     ]
     assert [found.key for found in front(rows, 0.01)] == ["1 1.0 100", "2 5.0 100", "4 10.0 100"]
     assert [found.key for found in fastest(rows)] == ["5 10.05 100", "6 10.05 100"]
-    text = table([*rows, unfit])
+    text = table([*rows, unfit], [])
     assert text.startswith("8 plans: 7 timed by the engine, 1 do not fit")
     room = msgspec.structs.replace(
         row, planned=False, knobs=msgspec.structs.replace(row.knobs, exchange_bytes=2**16)
@@ -457,23 +472,20 @@ def test_a_sweep_that_is_executed(command: Any, monkeypatch: pytest.MonkeyPatch)
         "swept",
         "--device-memory",
         "164440KiB",  # 600 KiB, and 160 MiB for libraries
+        *("--over", "policy", "k_buffer", "zero3_offload"),
+        *("--over", "weight_slots", 1, 2),
     )
-    outcome = command(
-        *words,
-        "--over",
-        "policy",
-        "k_buffer",
-        "zero3_offload",
-        "--over",
-        "weight_slots",
-        1,
-        2,
-        "--over",
-        "batch",
-        1,
-        64,
-    )
+    outcome = command(*words, "--over", "batch", 1, 64)
     assert outcome.status == 0, outcome.err
+    # Each plan is named before its steps.
+    assert re.search(
+        r"^plan 1 of 8: k_buffer, weight_slots 1, batch 1\nours step 1: .*\nours step 2: .*\n"
+        r"ours step 3: .*\nplan 2 of 8: k_buffer, weight_slots 1, batch 64\n"
+        r"not run: it does not fit, limited by device\.\w+\nplan 3 of 8: k_buffer, weight_slots 2,"
+        r" batch 1\nours step 1: ",
+        outcome.err,
+        re.MULTILINE,
+    ), outcome.err
     rows = [
         msgspec.json.decode(line, type=SweepRow)
         for line in Path("swept/rows.jsonl").read_bytes().splitlines()
@@ -487,10 +499,104 @@ def test_a_sweep_that_is_executed(command: Any, monkeypatch: pytest.MonkeyPatch)
         assert row.step_seconds is not None
         assert row.predicted_seconds is not None
         assert row.tokens_per_second == pytest.approx(16 / row.step_seconds)
-        assert 0 < row.device_peak_bytes <= row.device_limit_bytes
+        # Predicted with the libraries of a GPU, which this CPU does not have. The process is larger
+        # than its pools.
+        assert 2**27 < row.device_peak_bytes <= row.device_limit_bytes
+        assert 0 < (row.measured_device_peak_bytes or 0) < 2**20
+        assert (row.measured_host_peak_bytes or 0) > row.host_peak_bytes
+        simulated = Simulator(H200).row(plan_of(row), row.key)
+        assert (row.device_peak_bytes, row.host_peak_bytes) == (
+            simulated.device_peak_bytes,
+            simulated.host_peak_bytes,
+        )
+    frame = load_sweep("swept")
+    for name in ("measured_device_peak_bytes", "measured_host_peak_bytes"):
+        measured = frame[name]
+        assert measured.dtype == float
+        assert list(measured.notna()) == list(frame["decided_by"] == "execution")
     assert {row.decided_by for row in rows if row.workload.batch == 64} == {"memory"}
     assert "2 executed" in outcome.out
-    assert re.search(r"step +predicted +tokens/s", outcome.out)
+    measured = ["step", "predicted", "tokens/s", "device", "measured", "host", "measured", "by"]
+    assert header(outcome.out) == ["policy", "weight_slots", "batch", *measured]
+
+
+@pytest.mark.usefixtures("workplace")
+def test_a_plan_for_more_memory_than_this_machine_has_is_not_executed(
+    command: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the system ends a process. The row keeps what was predicted."""
+    from megatrain.experiments.benchmarks import child, own
+
+    plans: list[Plan] = []
+
+    def timed(system: str, path: Path, steps: int, device: str) -> Any:
+        plans.append(Plan.load(path))
+        return msgspec.to_builtins(child.attempt(system, path, steps, device))
+
+    monkeypatch.setattr(executed.benchmark, "time_system", timed)
+    monkeypatch.setattr(own, "Executor", lambda *_, **__: pytest.fail("it ran"))
+    monkeypatch.setattr(own, "host_bytes", lambda: LOADING_BYTES)  # nothing is left for pools
+    words = (
+        "sweep",
+        "tiny",
+        "--hardware",
+        "h200",
+        *WORK,
+        "--policy",
+        "k_buffer",
+        "--device",
+        "cpu",
+    )
+    outcome = command(*words, "--execute", "--out", "swept", "--over", "batch", 2)
+    assert outcome.status == 1
+    (row,) = load_sweep("swept").to_dict("records")
+    assert (row["decided_by"], row["fits"]) == ("refused", False)
+    assert re.match(
+        r"host memory: found a plan that needs .*; allowed: 128.00 MiB, what this machine has; ",
+        row["reason"],
+    )
+    assert f"  refused, 1 plans: {row['reason']}\n" in outcome.out
+    assert f"\nno result: {row['reason']}\n" in outcome.err
+    assert row["predicted_seconds"] > 0
+    (plan,) = plans
+    assert plan.prediction is not None, "the peaks with what is not in pools are compared, too"
+    assert (row["device_peak_bytes"], row["host_peak_bytes"]) == (
+        plan.prediction.device_peak_bytes,
+        plan.prediction.host_peak_bytes,
+    )
+
+
+def header(text: str) -> list[str]:
+    """Returns the names of the columns of the first table."""
+    return re.findall(r"^policy .*", text, re.MULTILINE)[0].split()
+
+
+RESULTS = ["step", "tokens/s", "device", "host", "by"]
+
+
+@pytest.mark.usefixtures("workplace")
+def test_the_table_has_the_axes_that_are_swept(command: Any) -> None:
+    """Also if the plans in the table do not differ in them, but no axis with one value."""
+    words = ("sweep", "tiny", "--hardware", "h200", *WORK, "--jobs", 1, "--out", "swept")
+    swept = ("--over", "chunk_bytes", "4KiB", "8KiB", "--over", "batch", 1, 4, "--over", "seq", 8)
+    outcome = command(*words, *swept, "--over", "policy", "k_buffer")
+    assert outcome.status == 0, outcome.err
+    assert header(outcome.out) == ["policy", "chunk_bytes", "batch", *RESULTS]
+    best = load_sweep("swept").sort_values("tokens_per_second").iloc[-1]
+    assert re.search(
+        rf"^k_buffer +{best['chunk_bytes'] // 1024}.00 KiB +{best['batch']} ",
+        outcome.out,
+        re.MULTILINE,
+    )
+    # Of a planned grid, the knobs are a result. They have no columns.
+    Path("grid.toml").write_text(
+        '[[grid]]\npolicy = ["overlapped"]\nweight_slots = [2, 3]\n\n'
+        '[[grid]]\npolicy = ["k_buffer"]\nbatch = [2]\n'
+    )
+    outcome = command(*words, "--grid", "grid.toml")
+    assert outcome.status == 0, outcome.err
+    assert header(outcome.out) == ["policy", "weight_slots", *RESULTS]
+    assert re.search(r"^k_buffer +planned ", outcome.out, re.MULTILINE)
 
 
 @pytest.mark.usefixtures("workplace")

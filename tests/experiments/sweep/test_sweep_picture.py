@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
@@ -14,6 +15,7 @@ from matplotlib.text import Annotation
 
 from megatrain.experiments.sweep import picture
 from megatrain.experiments.sweep.store import SweepRow
+from megatrain.experiments.sweep.table import table
 from megatrain.simulator.schedule.plan import Plan
 
 GIB = 2**30
@@ -103,3 +105,24 @@ def test_few_of_many_plans_are_labelled(
     assert 1 <= len(labels) <= 6
     boxes = [note.get_window_extent() for note in labels]
     assert not any(first.overlaps(second) for first, second in combinations(boxes, 2))
+
+
+def test_the_picture_and_the_table_have_the_same_front(
+    make_plan: Callable[..., Plan], drawn: list[Figure]
+) -> None:
+    """A plan that takes more memory and is hardly faster is in neither."""
+    plan = make_plan()
+    rows = [
+        row(plan, "k_buffer", 1, device, seconds)
+        for device, seconds in ((20.9, 4.672), (21.3, 4.671), (30.0, 4.0), (31.0, 3.99))
+    ]
+    picture.draw(rows, Path("sweep"), "4 plans", "4 fit")
+    (axes,) = drawn[0].axes
+    (line,) = [line for line in axes.lines if str(line.get_label()).startswith("Pareto front")]
+    assert line.get_label() == "Pareto front, each plan at least 1% faster"
+    ringed = [line for line in axes.lines if line.get_markeredgecolor() == picture.INK][-1]
+    text = table(rows, []).partition("Pareto front")[2]
+    listed = [float(size) for size in re.findall(r"([\d.]+) GiB +0 B", text)]
+    assert listed == [20.9, 30.0]
+    for drawn_line in (line, ringed):
+        assert list(drawn_line.get_xdata()) == pytest.approx(listed, abs=0.01)

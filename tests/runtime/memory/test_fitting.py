@@ -43,6 +43,21 @@ def test_the_machine_s_memory_is_compared_to_the_byte(
         refuse_what_does_not_fit(plan, lower(plan), **{f"{place}_bytes": there - 1})
 
 
+def test_on_a_cpu_both_memories_are_those_of_the_host(make_plan: Callable[..., Plan]) -> None:
+    plan = make_plan("overlapped")
+    there = pools(plan, "host") + pools(plan, "device") + LOADING_BYTES
+    refuse_what_does_not_fit(plan, lower(plan), host_bytes=there, on_cpu=True)
+    refuse_what_does_not_fit(plan, lower(plan), host_bytes=there - 1)
+    with pytest.raises(
+        UserError,
+        match=(
+            r"^device and host memory: found a plan that needs .*, the largest pool being"
+            r" host\.\w+ .*; allowed: .*, what this machine has; fix: make a plan for this machine"
+        ),
+    ):
+        refuse_what_does_not_fit(plan, lower(plan), host_bytes=there - 1, on_cpu=True)
+
+
 @pytest.mark.parametrize("place", ["host", "device"])
 def test_the_plan_s_limit_is_compared_to_the_byte(
     make_plan: Callable[..., Plan], place: str

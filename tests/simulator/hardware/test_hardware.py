@@ -137,6 +137,14 @@ def test_a_calibrated_file_reads_back(tmp_path: Path) -> None:
         ({"dispatch_ns": {"gpu": 1}}, "dispatch_ns: found 'gpu'"),
         ({"dispatch_ns": {"cpu": -1}}, "dispatch_ns.cpu: found -1"),
         ({"step_overhead_ns": -1}, "step_overhead_ns: found -1"),
+        (
+            {"measured_by_others": "x"},
+            "measured_by_others: found 'x'; allowed: a date like 2026-11-23; fix: correct the date",
+        ),
+        (
+            {"measured_by_others": "2026-11-23", "gpu_names": []},
+            "measured_by_others: found 2026-11-23, without gpu_names; allowed: a date like",
+        ),
     ],
 )
 def test_a_wrong_number_is_refused_by_name(changes: dict[str, Any], complaint: str) -> None:

@@ -157,6 +157,7 @@ def test_an_installed_policy_is_among_the_contenders(make_plan: Callable[..., Pl
     ("code", "message"),
     [
         ("raise RuntimeError('at import')", "RuntimeError while it was loaded: at import"),
+        ("raise SystemExit(7)", "SystemExit while it was loaded: 7"),
         ("nothing = 1", "found 0 subclasses of Policy; allowed: one"),
         ("class A(Policy): pass\nclass B(Policy): pass", "found 2 subclasses of Policy"),
     ],

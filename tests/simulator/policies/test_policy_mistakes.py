@@ -60,6 +60,7 @@ def editing(edit: str) -> tuple[str, str]:
 
 
 DEFERS = "    def defers_update(self, plan):\n        return True\n\n"
+EXITS = "    def flush_update(self, plan):\n        raise SystemExit(7)\n\n"
 LOSSES = "    def losses_written(self, losses):\n        pass\n"
 LOST = """    def gradient_written(self, layer, phase, micro, buffer):
         if layer == "2":
@@ -156,6 +157,18 @@ MISTAKES: dict[str, tuple[tuple[str, str], str]] = {
     "no parameters": (updating("parameters=spec.elements", ""), "UCe: updates 0 parameters;"),
     "no layer": (updating('OpId("cpu_update", layer)', 'OpId("cpu_update")'), "UC: no layer;"),
     "no schedule": (("        return builder.build()\n", ""), "it returned NoneType, not the"),
+    "no ops": (
+        ("        return builder.build()\n", "        return Builder(plan.policy).build()\n"),
+        "found a schedule without ops; allowed: the ops of one optimizer step; fix: emit",
+    ),
+    "an exit": (
+        ("        return builder.build()\n", "        raise SystemExit(7)\n"),
+        r"found SystemExit in lower: 7 \(.*, line \d+\); allowed: a schedule, or a UserError",
+    ),
+    "an exit of flush_update": (
+        ("    def buffers(", EXITS + "    def buffers("),
+        "found SystemExit in flush_update: 7 ",
+    ),
     "defers_update alone": (
         ("    def buffers(", DEFERS + "    def buffers("),
         "defers_update is True and flush_update returns no schedule;",
