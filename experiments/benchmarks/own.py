@@ -52,8 +52,8 @@ def measure(
         # The prediction is that of the whole schedule.
         msgspec.structs.replace(plan, prediction=None) if ceiling else plan,
         schedule,
-        # As in Trainer, because a virtual machine may report less memory than it can grow to.
-        host_bytes=None if is_calibrated(Path(plan.hardware)) else host_bytes(),
+        # A virtual machine with a GPU may report less memory than it can grow to.
+        host_bytes=host_bytes() if on_cpu and not is_calibrated(Path(plan.hardware)) else None,
         device_bytes=device_bytes(device),
         on_cpu=on_cpu,
     )
