@@ -9,7 +9,8 @@ FlashAttention-4 implementation is activated. As operators of PyTorch, they can 
 autograd records the backward pass.
 
 The kernels are compiled when they are called first, which takes about 10 seconds for each pair of
-forward and backward.
+forward and backward. Before a run, `verify` compares them with plain attention, because versions of
+the package exist whose gradients are wrong for some head sizes.
 """
 
 from __future__ import annotations
@@ -22,15 +23,19 @@ from typing import Any
 
 import torch
 
+from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.model.attention_kernel import package
 
 PACKAGE = package("flash4")
 """The name of the package for pip."""
 GENERATIONS = {9: "Hopper (H100, H200, GH200)", 10: "Blackwell (B200, GB200)"}
 """Major compute capability of a GPU that has the kernels -> its generation, with examples."""
-LARGEST_HEAD = 128
-"""The largest head size. Larger heads need other kernels, which were not tried."""
 _MODULE = "flash_attn.cute.interface"
+_TOKENS, _DOCUMENT = 256, 100
+"""Tokens with which kernels are verified, and the length of the first of two documents."""
+_MOST_ERROR = 0.05
+"""The largest error of a verified tensor, relative to its norm. On an H200, kernels that are right
+had 0.003, and wrong gradients 0.13 or more."""
 
 
 def missing(device: torch.device) -> str | None:
@@ -191,3 +196,66 @@ def _differentiate(
 
 
 forward.register_autograd(_differentiate, setup_context=_save)
+
+
+@functools.cache
+def verify(shared: int, size: int, window: int, device: torch.device, *, documents: bool) -> None:
+    """Compares output and gradients of the kernels with attention in fp32, on a few tokens.
+
+    The kernels that it compiles are those of the run. Results are cached.
+
+    Args:
+        shared: number of query heads for each key head.
+        size: head size.
+        window: number of tokens that a token attends to, including itself; 0 for no limit.
+        device: the GPU.
+        documents: whether the kernels receive the lengths of documents.
+
+    Raises UserError if a tensor differs by more than `_MOST_ERROR` of its norm.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    tensors = [
+        torch.randn(_TOKENS, count, size, generator=generator, device=device).bfloat16()
+        for count in (shared, 1, 1, shared)
+    ]
+    index = torch.arange(_TOKENS, device=device)
+    behind = index[:, None] - index
+    seen = (behind >= 0) & (behind < (window or _TOKENS))
+    starts = None
+    if documents:
+        starts = torch.tensor([0, _DOCUMENT, _TOKENS], dtype=torch.int32, device=device)
+        seen &= (index[:, None] < _DOCUMENT) == (index < _DOCUMENT)
+    call = (starts, _TOKENS, window - 1 if 0 < window < _TOKENS else -1, size**-0.5)
+    *inputs, gradient = [tensor if documents else tensor[None] for tensor in tensors]
+    output, log_sum_exp = forward(*inputs, *call)
+    found = output, *backward(gradient, *inputs, output, log_sum_exp, *call)
+    for name, ours, exact in zip(
+        ("output", "gradient of queries", "gradient of keys", "gradient of values"),
+        found,
+        _exact(tensors, seen),
+        strict=True,
+    ):
+        error = float((ours.view_as(exact).float() - exact).norm() / exact.norm())
+        if not error < _MOST_ERROR:  # also if it is not a number
+            raise UserError(
+                "workload: attention",
+                found=f"flash4 whose {name} is off by {error:.0%} of its norm for heads of {size}",
+                allowed=f"a version of {PACKAGE} that computes these heads correctly",
+                fix=f"install another version of {PACKAGE}, or plan with --attention flash",
+            )
+
+
+def _exact(tensors: list[torch.Tensor], seen: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Returns output and gradients of attention in fp32, [tokens, heads, size].
+
+    Args:
+        tensors: queries, keys and values of one head, and the gradient of the output.
+        seen: which keys a query attends to, [tokens, tokens].
+    """
+    *inputs, gradient = (tensor.float() for tensor in tensors)
+    with torch.enable_grad():
+        query, key, value = (tensor.requires_grad_() for tensor in inputs)
+        scores = torch.einsum("qhd,kd->hqk", query, key[:, 0]) * query.shape[-1] ** -0.5
+        shares = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        output = torch.einsum("hqk,kd->qhd", shares, value[:, 0])
+        return output.detach(), *torch.autograd.grad(output, inputs, gradient)

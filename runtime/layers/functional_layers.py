@@ -27,7 +27,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from megatrain.runtime.batch import IGNORED
 from megatrain.runtime.files.checkpoint_names import hub_name
 from megatrain.runtime.files.decoder_stack import DecoderStack
-from megatrain.runtime.layers import attention, compiling, fp8_linear, lengths, linear_documents
+from megatrain.runtime.layers import (
+    attention,
+    compiling,
+    flash4,
+    fp8_linear,
+    lengths,
+    linear_documents,
+)
 from megatrain.runtime.layers.attention import Attention
 from megatrain.runtime.layers.documents import chunks, positions
 from megatrain.runtime.layers.embedding_and_head import Arguments
@@ -155,6 +162,10 @@ class FunctionalLayers:
             )
         if self._kernel or self._by_lengths:
             attention.install(whole.config)
+        if self._kernel == "flash4":
+            heads, pairs, size = model.heads
+            for window in sorted({model.window(layer.name) for layer in model.decoders}):
+                flash4.verify(heads // pairs, size, window, device, documents=self._by_lengths)
         if workload.documents:
             linear_documents.install(whole)
         self._stack = DecoderStack.of(whole)

@@ -18,7 +18,8 @@ window, and then always receive the lengths of documents. A workload that names 
 transformers' own attention for these models, which writes out the scores.
 
 `flash4` is FlashAttention-4, for Hopper and Blackwell GPUs of data centers. It needs a package that
-PyTorch does not contain, so the planner does not choose it. Advice names it where it is faster.
+PyTorch does not contain, so the planner does not choose it. Advice names it where it is faster. Its
+backward pass is wrong for some head sizes, so it is used with sizes that were tried.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ KERNELS: tuple[Kernel, ...] = get_args(Kernel)
 """The kernels that a workload may name."""
 _PACKAGES: dict[Kernel, str] = {"flash4": "flash-attn-4"}
 """Kernel that PyTorch does not contain -> the package that does."""
+_FLASH4_HEADS = (32, 64, 96, 128)
+"""Head sizes of `flash4`. On an H200, its gradients were right for these sizes and 24, and wrong
+for 16 and 80 (docs/lab_notes.md, "FlashAttention-4")."""
 _WITH_SINKS = ("flash", "flash4")
 """Kernels that compute attention with sinks."""
 _WITHOUT_DOCUMENTS = ("cudnn",)
@@ -112,6 +116,13 @@ def obstacle(
             f"{' or '.join(_WITH_SINKS)}, the kernels for attention with sinks"
             if model.has_sinks
             else "full causal attention in every layer, as in Llama",
+            "leave `attention` out of the workload",
+        )
+    if kernel == "flash4" and model.heads.size not in _FLASH4_HEADS:
+        return Obstacle(
+            "attention",
+            f"flash4 for heads of {model.heads.size}",
+            f"heads of {', '.join(map(str, _FLASH4_HEADS))}, for which its gradients were checked",
             "leave `attention` out of the workload",
         )
     if workload.documents and not separates_documents(kernel):

@@ -29,7 +29,7 @@ from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.memory.account import Account
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.assessment import group_sizes, plan_account, with_knobs
-from megatrain.simulator.planner.filling import CLASSES, classes_of, ranges
+from megatrain.simulator.planner.filling import CLASSES, classes_of, host_updating, ranges
 from megatrain.simulator.planner.slot_search import CHUNK_BYTES, ONE_COPY, intervals
 from megatrain.simulator.schedule import Buffer, Schedule
 from megatrain.simulator.schedule.arithmetic import layer_state
@@ -57,7 +57,11 @@ class MemoryFootprint:
         movable = [
             buffer
             for buffer in buffers
-            if places and buffer.place == "host" and buffer.persistent and buffer.data in CLASSES
+            if places
+            and not plan.knobs.placement.host_updated  # the host updates what it holds
+            and buffer.place == "host"
+            and buffer.persistent
+            and buffer.data in CLASSES
         ]
         self._slots = sum(
             buffer.allocated
@@ -362,14 +366,16 @@ def _footprints(plan: Plan, costs: CostModel) -> Iterator[MemoryFootprint]:
     The first ones keep the layer inputs on the device, with each checkpoint interval. The others
     offload the inputs of all layers. If the policy places state, there are also plans that offload
     the inputs of the first 1/4, 2/4 or 3/4 of the layers, or of all layers but one, for a host that
-    cannot hold them all. Each plan has the fewest slots that the policy accepts. If the policy
+    cannot hold them all, and a plan that also updates its layers on the host, which needs no slots
+    for state on the device. Each plan has the fewest slots that the policy accepts. If the policy
     allows one group of all micro-batches, each plan is yielded without and with such a group.
     """
     model = plan.model
     decoders = [str(index) for index in range(model.layers)]
+    places_state = policy_library.find(plan.policy).places_state
     counts = (
         {model.layers - 1, *(model.layers * quarters // 4 for quarters in (3, 2, 1))} - {0}
-        if policy_library.find(plan.policy).places_state
+        if places_state
         else set()
     )
     offloads = [
@@ -397,11 +403,12 @@ def _footprints(plan: Plan, costs: CostModel) -> Iterator[MemoryFootprint]:
                 "micro_batch_group": group,
                 "exchange_bytes": 0,
             }
+            least = with_knobs(plan, **knobs, placement=Placement(offloaded_inputs=offloaded))
+            plans = (
+                [least, host_updating(least)] if offloaded == "all" and places_state else [least]
+            )
             try:
-                yield MemoryFootprint(
-                    with_knobs(plan, **knobs, placement=Placement(offloaded_inputs=offloaded)),
-                    costs,
-                )
+                yield from [MemoryFootprint(each, costs) for each in dict.fromkeys(plans)]
             except UserError:  # the policy needs more slots
                 continue
             break

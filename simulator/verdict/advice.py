@@ -40,6 +40,7 @@ from megatrain.simulator.planner.assessment import (
     group_sizes,
     with_knobs,
 )
+from megatrain.simulator.planner.attention_kernel import kernel_gain
 from megatrain.simulator.planner.capacity import (
     MemoryFootprint,
     largest_batch,
@@ -55,6 +56,8 @@ _PLENTY = 2**59  # more bytes of host memory than any plan needs
 _LEAST_GAIN = 0.02  # suggestions that gain less are left out
 # A search is skipped if the plans from which it begins gain less by their lower bounds.
 _LIKELY_GAIN = 0.01
+# A package is suggested only if decoder layers compute faster by this factor with its kernel.
+_LEAST_LAYERS_GAIN = 1.05
 _LOSS_CHUNKS = (512, 256, 128)
 
 
@@ -411,20 +414,22 @@ class Adviser:
     def _other_kernel(self) -> Suggestion | None:
         """Returns the suggestion to compute attention with the kernel of an optional package.
 
-        Returns None if the model or the machine cannot use one, if the policy is that of another
-        system, or if the machine is calibrated: a measured time of a layer cannot be compared with
-        one that follows from rates.
+        Returns None if the model or the machine cannot use one, if the layers gain too little for
+        another package, if the policy is that of another system, or if the machine is calibrated: a
+        measured time of a layer cannot be compared with one that follows from rates.
         """
         work, hardware = self.work, self.hardware
         if (
             hardware.costs is not None
             or policy_library.find(self.plan.policy).prediction_only
-            or (is_optional(work.attention))
+            or is_optional(work.attention)
         ):
             return None
-        for kernel in optional(self.plan.model, work):
-            if kernel in hardware.attention:
-                changed = msgspec.structs.replace(work, attention=kernel)
+        model = self.plan.model
+        for kernel in optional(model, work):
+            changed = msgspec.structs.replace(work, attention=kernel)
+            speeds = (1 + kernel_gain(model, hardware, each) for each in (changed, work))
+            if kernel in hardware.attention and next(speeds) >= _LEAST_LAYERS_GAIN * next(speeds):
                 return self._searched({"attention": kernel}, changed)
         return None
 

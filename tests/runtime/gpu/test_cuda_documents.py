@@ -18,7 +18,7 @@ from megatrain.runtime.batch import Batch
 from megatrain.runtime.execution.executor import Executor
 from megatrain.runtime.execution.lanes import LaneGroup
 from megatrain.runtime.files.model_files import ModelState, random_weights
-from megatrain.runtime.layers import flash4, lengths
+from megatrain.runtime.layers import lengths
 from megatrain.runtime.layers.attention import Attention, attend
 from megatrain.runtime.layers.documents import begins
 from megatrain.runtime.layers.functional_layers import config_of
@@ -98,8 +98,8 @@ def test_the_kernel_keeps_documents_apart_as_a_mask_does(
     documents. The backward pass from a kept output has the same bits. One graph accepts any number
     of documents.
     """
-    if kernel == "flash4" and size > flash4.LARGEST_HEAD:
-        pytest.skip(f"flash4 is used with heads of at most {flash4.LARGEST_HEAD}")
+    if kernel == "flash4" and size not in (64, 128):
+        pytest.skip("flash4 is not used with this head size")
     torch.manual_seed(0)
     wide = [
         torch.randn(2, 256, count, width, device="cuda").transpose(1, 2)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,12 +13,15 @@ import pytest
 import reference_lengths
 import torch
 
-from megatrain.runtime.layers import flash4
+from megatrain.runtime.layers import attention, flash4, lengths
 from megatrain.runtime.layers.attention import Attention, attend, kernel_of
+from megatrain.runtime.layers.functional_layers import FunctionalLayers, config_of
 from megatrain.runtime.layers.lengths import Call, LengthBounds
 from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.model.attention_kernel import obstacle
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.schedule.plan import Plan
 
 Tensor = torch.Tensor
 ROWS, LENGTH, HEADS, PAIRS, SIZE = 2, 48, 4, 2, 16
@@ -230,3 +234,66 @@ def test_a_device_without_the_kernels_is_refused_in_one_line(
         " GH200) or Blackwell (B200, GB200), with the package flash-attn-4;"
         f" fix: {fix}"
     )
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("window", [0, 30])
+@pytest.mark.parametrize("wrong", [None, "out", "dq", "dk", "dv", "nan"])
+def test_a_package_with_a_wrong_result_is_refused_before_a_run(
+    package: Package,
+    monkeypatch: pytest.MonkeyPatch,
+    window: int,
+    documents: bool,
+    wrong: str | None,
+) -> None:
+    """Versions of the package exist whose gradients are wrong for some head sizes."""
+    if window and not documents:
+        return  # only kernels that receive lengths have windows
+    flash4.verify.cache_clear()
+    forward, backward = package._flash_attn_fwd, package._flash_attn_bwd
+
+    def changed(tensor: Tensor, name: str) -> Tensor:
+        return tensor * torch.nan if wrong == "nan" else 1.2 * tensor if wrong == name else tensor
+
+    def forward_changed(*tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        output, sums = forward(*tensors, **options)
+        return changed(output, "out"), sums
+
+    def backward_changed(*tensors: Tensor, **options: Any) -> tuple[Tensor, ...]:
+        found = backward(*tensors, **options)
+        return tuple(changed(*each) for each in zip(found, ("dq", "dk", "dv"), strict=True))
+
+    monkeypatch.setattr(package, "_flash_attn_fwd", forward_changed)
+    monkeypatch.setattr(package, "_flash_attn_bwd", backward_changed)
+    cpu = torch.device("cpu")
+    if wrong is None:
+        flash4.verify(3, 64, window, cpu, documents=documents)
+        return
+    with pytest.raises(UserError, match=r"flash4 whose .* is off by .* for heads of 64; allowed"):
+        flash4.verify(3, 64, window, cpu, documents=documents)
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_the_kernels_of_a_run_are_verified(
+    monkeypatch: pytest.MonkeyPatch, make_plan: Callable[..., Plan], documents: bool
+) -> None:
+    verified: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(attention, "kernel_of", lambda *_: "flash4")
+    monkeypatch.setattr(lengths, "takes_lengths", lambda *_: True)
+    monkeypatch.setattr(
+        flash4, "verify", lambda *given, documents: verified.append((*given, documents))
+    )
+    plan, cpu = make_plan(attention="flash4", documents=documents), torch.device("cpu")
+    heads, pairs, size = plan.model.heads
+    FunctionalLayers(plan.model, plan.workload, config_of(plan.model), cpu)
+    assert verified == [(heads // pairs, size, 0, cpu, documents)]
+
+
+def test_head_sizes_with_wrong_gradients_are_refused() -> None:
+    work = Workload(batch=1, sequence=64)
+    for size in (16, 24, 32, 48, 64, 80, 96, 112, 128, 256):
+        config = {"head_dim": size, "num_hidden_layers": 1, "model_type": "qwen3"}
+        model = ModelSpec.from_config({**ModelSpec.load("qwen3-0.6b").config, **config}, "", "")
+        found = obstacle(model, work, "flash4")
+        assert (found is None) == (size in (32, 64, 96, 128)), size
+        assert found is None or found.found == f"flash4 for heads of {size}"

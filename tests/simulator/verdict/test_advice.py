@@ -111,8 +111,8 @@ def test_suggestions_that_should_fit_do_fit(model: ModelSpec, limits: tuple[int,
 def test_more_host_memory_for_a_smaller_batch_is_suggested_only_if_it_needs_more(
     model: ModelSpec, host: int
 ) -> None:
-    """The largest batch with 10 MiB of device memory needs 12 MiB of host memory."""
-    verdict = judged(model, advise=True, device_limit=10 * MIB, host_limit=host * MIB)
+    """The largest batch with 8 MiB of device memory needs 12 MiB of host memory."""
+    verdict = judged(model, advise=True, device_limit=8 * MIB, host_limit=host * MIB)
     assert not verdict.feasible
     found = [entry.options for entry in verdict.advice if "host-memory" in entry.options]
     assert found == ([{"batch": "7", "host-memory": "12MiB"}] if host == 11 else [])
