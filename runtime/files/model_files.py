@@ -19,6 +19,7 @@ from megatrain.runtime.files.checkpoint_names import CheckpointNames, hub_name, 
 from megatrain.runtime.files.decoder_stack import DecoderStack
 from megatrain.runtime.files.folder_tensors import FolderTensors
 from megatrain.runtime.files.model_folder import CHAT_TEMPLATE, COMPANIONS, INDEX, WHOLE, inside
+from megatrain.runtime.files.quantized import KINDS, kept_key_note, quantized_weights
 from megatrain.runtime.files.stored_tensors import StoredTensors, summary
 from megatrain.runtime.files.tensor_stream import TensorSource, write_tensors
 from megatrain.runtime.memory.arenas import TORCH_DTYPE, Arenas, length_of
@@ -120,9 +121,9 @@ def folder_weights(
 
     Raises:
         UserError: before any tensor is read, if a file is missing, malformed, a pickle or outside
-            the folder, if two files have the same tensor, if a tensor is missing, or if two
-            matrices differ although the config ties them. When a tensor is read, if its shape is
-            wrong or it is quantized.
+            the folder, if two files have the same tensor, if a tensor is missing or quantized, or
+            if two matrices differ although the config ties them. When a tensor is read, if its
+            shape is wrong or it is quantized.
     """
     tensors = FolderTensors(folder)
     if tensors.files == [folder / WHOLE] and (folder / INDEX).exists():
@@ -132,6 +133,9 @@ def folder_weights(
         )
     stack, value_of = _reader(folder, tensors.entries, tensors.tensor)
     if isinstance(value_of, StoredTensors):
+        dtypes = {key: tensors.entries[key].dtype for key in value_of.weight_keys()}
+        if quantized := {key: dtype for key, dtype in dtypes.items() if dtype in KINDS}:
+            raise quantized_weights(folder, quantized)
         for name, shape in value_of.missing.items():
             raise _missing(folder, name, shape)
         value_of.refuse_untied(str(folder))
@@ -140,6 +144,8 @@ def folder_weights(
                 f"{folder} has {len(value_of.foreign)} tensors that do not belong to the model and"
                 f" are neither trained nor exported: {summary(value_of.foreign)}"
             )
+    if note := kept_key_note(folder):
+        on_note(note)
 
     def read(layer: str, tensor: str, shape: tuple[int, ...]) -> torch.Tensor:
         name = hub_name(layer, tensor, stack)
@@ -154,6 +160,8 @@ def folder_weights(
                 allowed=str(shape),
                 fix=_OTHER_WEIGHTS,
             )
+        if value.dtype in KINDS:
+            raise quantized_weights(folder, {name: value.dtype})
         if not value.is_floating_point():
             raise UserError(
                 f"{folder}: {name}",

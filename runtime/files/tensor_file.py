@@ -38,6 +38,9 @@ DTYPES = {
     "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
 """PyTorch's dtype for each dtype code of the format."""
 _CODES = {dtype: code for code, dtype in DTYPES.items()}

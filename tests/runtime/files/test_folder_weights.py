@@ -202,6 +202,79 @@ def test_a_tensor_that_is_missing_is_named(
     )
 
 
+# ---- quantized weights ----
+
+UP = "model.layers.1.mlp.up_proj"
+
+
+def add_to_config(folder: Path, **keys: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **keys}))
+
+
+@pytest.mark.parametrize(
+    ("method", "tensors", "found"),
+    [
+        (
+            {"quant_method": "fp8"},
+            {f"{UP}.weight": torch.float8_e4m3fn, f"{UP}.weight_scale_inv": torch.float32},
+            f"fp8, quant_method fp8, as in {UP}.weight",
+        ),
+        ({"quant_method": "x\ny"}, {f"{UP}.weight": torch.int8}, f"int8, as in {UP}.weight"),
+        (None, {f"{UP}.weight": torch.uint8}, f"uint8, as in {UP}.weight"),
+        (
+            {"quant_method": "gptq"},
+            {f"{UP}.weight": None, f"{UP}.qweight": torch.int32, f"{UP}.scales": torch.float16},
+            f"packed int32, quant_method gptq, as in {UP}.qweight",
+        ),
+        (
+            {"quant_method": "mxfp4"},
+            {
+                f"{UP}.weight": None,
+                f"{UP}.weight_blocks": torch.int8,
+                f"{UP}.weight_scales": torch.float8_e8m0fnu,
+            },
+            f"int8 and fp8, quant_method mxfp4, as in {UP}.weight_blocks",
+        ),
+    ],
+)
+def test_quantized_weights_are_refused_by_their_kind(
+    make_model: Callable[..., ModelSpec],
+    tmp_path: Path,
+    method: dict[str, str] | None,
+    tensors: dict[str, torch.dtype | None],
+    found: str,
+) -> None:
+    save(make_model(hidden=32, head_dim=8), tmp_path)
+    shape = load_file(tmp_path / WHOLE)[f"{UP}.weight"].shape
+    change(
+        tmp_path,
+        **{
+            name: None if dtype is None else torch.ones(shape).to(dtype)
+            for name, dtype in tensors.items()
+        },
+    )
+    if method:
+        add_to_config(tmp_path, quantization_config=method)
+    refuse(
+        tmp_path,
+        rf"^model {tmp_path}: found quantized weights: {found}; allowed: bf16, fp16 or fp32"
+        r" weights; fix: dequantize the model first, or fetch the unquantized model$",
+    )
+
+
+def test_integers_that_are_not_weights_are_no_quantization(
+    make_model: Callable[..., ModelSpec], tmp_path: Path
+) -> None:
+    """Old checkpoints have masks and positions, and some models have tables of integers."""
+    model = make_model(hidden=32, head_dim=8)
+    save(model, tmp_path)
+    table = torch.zeros(4, dtype=torch.int32)
+    change(tmp_path, **{"model.layers.0.attn.bias": table.to(torch.uint8), "router.table": table})
+    (note,) = compare(model, tmp_path)
+    assert note.endswith("exported: router.table")
+
+
 # ---- what is not the model's ----
 
 

@@ -259,8 +259,8 @@ def test_quantised_weights_are_refused(saved: tuple[Plan, Path]) -> None:
     with pytest.raises(
         UserError,
         match=(
-            r"model\.embed_tokens\.weight: found torch\.int32; allowed: floating-point numbers, not"
-            r" quantized"
+            r"found quantized weights: packed int32, as in lm_head\.weight; allowed: bf16, fp16 or"
+            r" fp32 weights; fix: dequantize the model first"
         ),
     ):
         read_all(plan, folder)
