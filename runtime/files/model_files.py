@@ -27,6 +27,7 @@ from megatrain.runtime.optimizer import adamw as optimizer
 from megatrain.runtime.ranks import Ranks
 from megatrain.simulator.base.atomic_files import AtomicWrite
 from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.model.adapter import adapter_in
 from megatrain.simulator.model.layer import LayerSpec, TensorSpec
 from megatrain.simulator.model.optimizer import find
 from megatrain.simulator.model.specs import ModelSpec
@@ -146,6 +147,11 @@ def folder_weights(
             )
     if note := kept_key_note(folder):
         on_note(note)
+    if adapter := adapter_in(folder):
+        on_note(
+            f"{folder} also holds {adapter}, which is neither trained nor exported: only the"
+            " model's own weights are"
+        )
 
     def read(layer: str, tensor: str, shape: tuple[int, ...]) -> torch.Tensor:
         name = hub_name(layer, tensor, stack)

@@ -134,8 +134,9 @@ def exported_config(folder: Path | None, planned: ModelSpec, *, init: str) -> Pr
     """Returns the config to write with the trained weights.
 
     It is the config in the model's `folder`, with all of its keys except `quantization_config`,
-    because the exported weights are not quantized. A multimodal model keeps its config. If there is no folder, or if the folder has a multimodal model and `init` is "random",
-    it is the config of the planned language model.
+    because the exported weights are not quantized. A multimodal model keeps its config. If there is
+    no folder, or if the folder has a multimodal model and `init` is "random", it is the config of
+    the planned language model.
 
     Raises UserError if transformers refuses a value in the config.
     """

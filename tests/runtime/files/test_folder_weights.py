@@ -275,6 +275,62 @@ def test_integers_that_are_not_weights_are_no_quantization(
     assert note.endswith("exported: router.table")
 
 
+# ---- adapters ----
+
+
+def add_adapter(folder: Path, suffix: str = "safetensors", **keys: Any) -> None:
+    config = {"peft_type": "LORA", "base_model_name_or_path": "org/base", **keys}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file({"lora_A.weight": torch.zeros(1)}, folder / f"adapter_model.{suffix}")
+
+
+def test_an_adapter_beside_the_weights_is_named_once(
+    make_model: Callable[..., ModelSpec], tmp_path: Path
+) -> None:
+    notes: list[str] = []
+    save(make_model(hidden=32, head_dim=8), tmp_path)
+    add_adapter(tmp_path)
+    with folder_weights(tmp_path, notes.append):
+        pass
+    assert notes == [
+        f"{tmp_path} also holds a LoRA adapter of org/base (adapter_config.json), which is neither"
+        " trained nor exported: only the model's own weights are"
+    ]
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+@pytest.mark.parametrize("has_config", [True, False])
+@pytest.mark.parametrize(
+    ("keys", "found"),
+    [
+        ({}, r"a LoRA adapter of org/base \(adapter_config\.json\)"),
+        ({"base_model_name_or_path": None, "peft_type": "IA3"}, "an adapter \\(adapter_config"),
+    ],
+)
+def test_an_adapter_without_the_weights_of_its_base_is_refused(
+    make_model: Callable[..., ModelSpec],
+    tmp_path: Path,
+    suffix: str,
+    has_config: bool,
+    keys: dict[str, Any],
+    found: str,
+) -> None:
+    """An adapter is refused with its base, whether or not the config of the base is there."""
+    if has_config:
+        save(make_model(hidden=32, head_dim=8), tmp_path)
+        (tmp_path / WHOLE).unlink()
+    add_adapter(tmp_path, suffix, **keys)
+    message = (
+        rf"^model {tmp_path}: found a folder that holds {found}.*; allowed: a folder with whole"
+        r" weights; fix: merge the adapter into its base first \(peft: merge_and_unload\), and"
+    )
+    if has_config:
+        refuse(tmp_path, message)
+    else:
+        with pytest.raises(UserError, match=message):
+            ModelSpec.load(str(tmp_path))
+
+
 # ---- what is not the model's ----
 
 
