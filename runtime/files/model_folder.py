@@ -37,6 +37,8 @@ COMPANIONS = (
     "video_preprocessor_config.json",
 )
 """Files of a model other than its config and its weights."""
+NO_WEIGHTS = "check the path, or pass --init random"
+"""The usual fix for a folder without weights."""
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 _READ_FIRST = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 """Pickles that transformers reads if there is neither `WHOLE` nor `INDEX`, even if there are other

@@ -33,6 +33,7 @@ from megatrain.runtime.execution.param_groups import refuse_unmatched
 from megatrain.runtime.execution.preflight import preflight
 from megatrain.runtime.files.exported_models import newest_model
 from megatrain.runtime.files.model_files import folder_weights, random_weights
+from megatrain.runtime.files.model_source import planned_source
 from megatrain.runtime.host import free_host_bytes
 from megatrain.runtime.layers.functional_layers import config_of
 from megatrain.runtime.machine import (
@@ -97,6 +98,12 @@ class Fitted(NamedTuple):
     """The last evaluation, or None if there was none."""
     stopped: str
     """The reason if a callback stopped the training early, otherwise empty."""
+
+
+class WeightsNotFinite(UserError):
+    """The weights that a training begins with contain infinity or NaN. The first step has found
+    this, and has changed nothing.
+    """
 
 
 class _Execution(NamedTuple):
@@ -208,15 +215,7 @@ class Trainer(TrainingRun):
         grow_segments()
         self.device = default_device() if device is None else usable_device(device)
         self.origin = origin = Path() if isinstance(plan, Plan) else Path(plan).parent
-        self.source = str(
-            model
-            if model is not None
-            else (
-                origin / self.plan.source
-                if (origin / self.plan.source).exists()
-                else self.plan.source
-            )
-        )
+        self.source = str(model if model is not None else planned_source(self.plan.source, origin))
         self._data, self._evaluation_data = data, evaluation_data
         _refuse_arguments(data, callbacks)
         self.schedule = preflight(
@@ -775,7 +774,7 @@ class Trainer(TrainingRun):
         self.first_step = step + 1
 
     def _refuse_weights_that_are_not_finite(self) -> None:
-        """Raises UserError if the loaded weights contain infinity or NaN.
+        """Raises WeightsNotFinite if the loaded weights contain infinity or NaN.
 
         Called if the loss or the gradient norm of the first step is not finite. This step has not
         changed the weights, so infinity or NaN in them was loaded.
@@ -793,7 +792,7 @@ class Trainer(TrainingRun):
                 if self.first_step == 1
                 else ("checkpoint", "resume from an earlier step")
             )
-            raise UserError(
+            raise WeightsNotFinite(
                 where,
                 found=f"infinity or NaN in {', '.join(names[:3])}{others}",
                 allowed="finite numbers",
