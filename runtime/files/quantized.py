@@ -36,8 +36,9 @@ def quant_method(folder: Path) -> str | None:
     for part in (config, config.get("text_config") if isinstance(config, dict) else None):
         if isinstance(part, dict) and part.get(KEY) is not None:
             method = part[KEY].get("quant_method") if isinstance(part[KEY], dict) else None
-            known = isinstance(method, str) and method.isprintable()
-            return method[:_LONGEST_METHOD] if known else ""
+            if isinstance(method, str) and method.isprintable():
+                return method[:_LONGEST_METHOD]
+            return ""
     return None
 
 

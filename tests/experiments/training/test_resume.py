@@ -22,6 +22,7 @@ from fake_hub import FIRST, SECOND, FakeHub, jsonl
 
 from megatrain.runtime.checkpoint.checkpoint import CheckpointError
 from megatrain.runtime.checkpoint.folder import Checkpoints
+from megatrain.runtime.data.tokens.tokenize import tokenizer_files
 from megatrain.runtime.files.exported_models import newest_model
 from megatrain.simulator.base.files import read_json
 from megatrain.simulator.schedule.plan import Plan
@@ -337,7 +338,7 @@ def test_an_error_says_whether_the_data_or_the_tokenizer_changed(
     outcome = command(*resume)
     assert outcome.status == 2
     assert " in this run; the tokenizer changed; allowed: the same in both; " in outcome.err
-    for path in Path("tiny").glob("*token*"):
+    for path in tokenizer_files(Path("tiny")):
         path.unlink()
     assert "; the tokenizer is gone; " in command(*resume).err
 
