@@ -75,15 +75,16 @@ def _correction(source: str) -> str:
 
 
 def planned_source(source: str, origin: Path) -> str:
-    """Returns the source of a plan: a name on the hub, or a path. A path is relative to the current
-    folder if it is inside, and absolute otherwise.
+    """Returns the source of a plan: a name, or a path. A path is relative to the current folder if
+    it exists inside this folder, and absolute otherwise.
 
     Args:
         source: `source` in the plan.
         origin: the folder of the plan, to which a path in the plan is relative.
     """
     path = os.path.normpath(os.path.join(os.path.realpath(origin), source))
-    if not os.path.exists(path) and (hub_name(source) or os.path.exists(source)):
-        return source
-    here = os.path.relpath(path)
-    return path if here.startswith(os.pardir) else here
+    if os.path.exists(path):
+        here = os.path.relpath(path)
+        return path if here.startswith(os.pardir) else here
+    is_relative_to_plan = source.startswith(os.curdir) and not os.path.exists(source)
+    return path if is_relative_to_plan else source

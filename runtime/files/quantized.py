@@ -22,6 +22,10 @@ KINDS = {
     torch.int32: "packed int32",
 }
 """Dtype of tensors that have quantized weights -> its name in messages."""
+PACKED = ("F4", "F6_E2M3", "F6_E3M2")
+"""Codes of safetensors for numbers of less than a byte, which are quantized weights."""
+ALLOWED = "bf16, fp16 or fp32 weights"
+FIX = "dequantize the model first, or fetch the unquantized model"
 _LONGEST_METHOD = 40
 
 
@@ -50,8 +54,8 @@ def quantized_weights(folder: Path, dtypes: Mapping[str, torch.dtype]) -> UserEr
     return UserError(
         f"model {folder}",
         found=f"quantized weights: {kinds}{named}, as in {min(dtypes)}",
-        allowed="bf16, fp16 or fp32 weights",
-        fix="dequantize the model first, or fetch the unquantized model",
+        allowed=ALLOWED,
+        fix=FIX,
     )
 
 

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatrain.runtime.files import quantized
 from megatrain.runtime.files.malformed_file import MalformedFile
 
 LARGEST_HEADER_BYTES = 100_000_000
@@ -166,6 +167,9 @@ def _entry(path: Path, name: str, value: object, data: int) -> TensorEntry:
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
         raise _malformed(path, f"tensor {shown} with other keys than dtype, shape and data_offsets")
     dtype, shape, offsets = DTYPES.get(str(value["dtype"])), value["shape"], value["data_offsets"]
+    if value["dtype"] in quantized.PACKED:
+        found = f"quantized weights: {value['dtype'].lower()}, as in {name[:80]}"
+        raise MalformedFile(str(path), found=found, allowed=quantized.ALLOWED, fix=quantized.FIX)
     if dtype is None:
         raise _malformed(
             path, f"tensor {shown} of dtype {str(value['dtype'])[:20]!r}", ", ".join(DTYPES)

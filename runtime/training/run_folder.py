@@ -202,7 +202,8 @@ class RunFolder(Callback):
         with contextlib.suppress(UserError):  # no plan yet, or a damaged one
             former = Plan.load(self.path / "plan.toml")
             first = planned_source(former.source, self.path)
-            if trainer.first_step > 1 and (os.path.isdir(first) or hub_name(first)):
+            known = former.source and (os.path.isdir(first) or hub_name(first))
+            if trainer.first_step > 1 and known:
                 source = first
                 if not self._saved_digest and not _same_place(first, trainer.source):
                     trainer.note(
