@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _HELP = {
     "batch": "sequences per micro-batch (default: see MODEL)",
     "seq": "tokens per sequence (default: see MODEL)",
-    "dtype": "dtype that layers compute in (default: see MODEL)",
+    "dtype": "dtype that layers compute in (default: bf16 on a GPU, fp32 on a CPU)",
     "state": "also measure the update on the host in this state format (default exact)",
 }
 """Option of the workload -> its help in this command."""
@@ -65,7 +65,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
             " GiB, or a host below 32 GiB, it"
             " is qwen3-0.6b, qwen2.5-1.5b, qwen2.5-3b at a quarter of these batches. On a CPU, it"
             " is Llama layers 256, 512, 768 wide in fp32 at 2x128, 4x128, 1x256. --batch, --seq and"
-            " --dtype replace the set's values. With MODEL alone, the values are 32x1024 in bf16,"
+            " --dtype replace the set's values. With MODEL, the values are 32x1024 in bf16,"
             " 8x1024 on a GPU below 64 GiB, and 4x128 in fp32 on a CPU"
         ),
     )
@@ -126,7 +126,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     import msgspec
 
-    from megatrain.runtime.calibration.presets import CalibrationPreset, model_of
+    from megatrain.runtime.calibration.presets import model_of
     from megatrain.simulator.hardware.machine import HardwareSpec
     from megatrain.simulator.model.specs import ModelSpec
 
@@ -177,12 +177,11 @@ def run(args: argparse.Namespace) -> int:
             fix="leave --again out",
         )
     models = [ModelSpec.load(source) for source in args.model]
-    preset = CalibrationPreset((), 32, 1024, None)
     sizes_chosen = bool(models) and args.batch is None
     if not models:
         preset = _preset_for(args)
         models = [model_of(name) for name in preset.models]
-    elif sizes_chosen:
+    else:
         preset = _set_of_named(args, models[0])
     workload, points = _workloads(args, models[0], preset)
     # Only the host's update is measured in the state format of --state.
@@ -283,9 +282,11 @@ def _preset_for(args: argparse.Namespace) -> CalibrationPreset:
 
 
 def _set_of_named(args: argparse.Namespace, model: ModelSpec) -> CalibrationPreset:
-    """Returns the workloads for `model`, which the command names without `--batch`."""
+    """Returns the workloads for `model`, which the command names. They depend on the device."""
     # Reports mistakes in the options before PyTorch is loaded.
-    sized = options.replaced(args, batch=1, seq=args.seq or 1, dtype=args.dtype or "bf16")
+    sized = options.replaced(
+        args, batch=args.batch or 1, seq=args.seq or 1, dtype=args.dtype or "bf16"
+    )
     options.workload(sized, model, quiet=True)
 
     from megatrain.runtime import machine

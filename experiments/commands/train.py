@@ -415,7 +415,8 @@ def _lead(
             plan = Plan.load(plan_file or args.resume / "plan.toml")
             refuse_changed_run(args.resume, plan, config, args.from_step or "newest")
         if plan_file is not None:
-            check_training(plan_file, args.model, config)
+            continues = args.resume is not None and not args.from_scratch
+            check_training(plan_file, args.model, config, continues=continues)
         upload.check(args)
         # Planning, training and config.toml then use the same commit of data on the hub.
         config = msgspec.structs.replace(config, data=pinned(config.data))
@@ -449,7 +450,10 @@ def _run(
         return _train(args, plan_file, lock, config, start, ranks)
     except (UserError, RunError, OSError) as error:
         from megatrain.runtime.checkpoint.checkpoint import CheckpointError
+        from megatrain.runtime.training.trainer import WeightsNotFinite
 
+        if isinstance(error, WeightsNotFinite):  # no step has changed anything
+            raise
         if isinstance(error, RunError) and not isinstance(error, CheckpointError):
             raise
         shown = path_error(error) if isinstance(error, OSError) else error

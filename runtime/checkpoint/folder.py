@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import shutil
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +19,7 @@ from megatrain.runtime.checkpoint.checkpoint import (
     save,
     verify,
 )
-from megatrain.runtime.checkpoint.manifest import Manifest, RunState
+from megatrain.runtime.checkpoint.manifest import EVALUATION_DATA, Manifest, RunState
 from megatrain.runtime.checkpoint.same_run import refuse_other_run
 from megatrain.runtime.checkpoint.stored_steps import checkpoint_name, stored_steps
 from megatrain.runtime.execution.executor import Executor
@@ -45,7 +46,8 @@ class Checkpoints:
         Args:
             folder: the folder.
             keep_last: number of newest checkpoints to keep, at least 1.
-            keep_best: number of checkpoints with the lowest loss to keep in addition.
+            keep_best: number of checkpoints with the lowest loss to keep in addition. Losses on
+                different evaluation data are not compared: of each, so many are kept.
             tidies: whether this process removes old checkpoints and incomplete folders. True only
                 on rank 0.
 
@@ -102,6 +104,7 @@ class Checkpoints:
         step: int | Literal["newest"] = "newest",
         *,
         known: bool,
+        tokenizer: str | None = None,
     ) -> None:
         """Raises the errors of `restore` that can be found without reading the tensors. Call it
         before memory is allocated.
@@ -113,6 +116,8 @@ class Checkpoints:
             step: step of the checkpoint to restore.
             known: whether `settings` are complete. If not, only the settings that it contains are
                 compared.
+            tokenizer: digest of the run's tokenizer, empty if it has none, or None if it is not
+                known. An error says whether it changed.
         """
         self.recover()
         chosen = self._choose(step)
@@ -122,7 +127,9 @@ class Checkpoints:
             path = self.path(chosen)
             manifest = self._manifest(path, chosen)
             check_sizes(path, manifest)
-            refuse_other_run(manifest, plan, optimizer, settings, path, known=known)
+            refuse_other_run(
+                manifest, plan, optimizer, settings, path, known=known, tokenizer=tokenizer
+            )
 
     def restore(
         self,
@@ -206,13 +213,13 @@ class Checkpoints:
         past = [step for step in self.steps() if step <= self._current]
         kept = set(past[-self._keep_last :])
         if self._keep_best:
-            losses = {step: self._loss(step) for step in past}
-            kept.update(
-                sorted(
-                    (step for step in past if losses[step] < math.inf),
-                    key=lambda step: (losses[step], -step),
-                )[: self._keep_best]
-            )
+            by_data: dict[str, list[tuple[float, int]]] = defaultdict(list)
+            for step in past:
+                if (run := self._run_of(step)) and run.loss is not None and run.loss < math.inf:
+                    data = str(run.progress.get(EVALUATION_DATA))
+                    by_data[data].append((run.loss, -step))
+            for losses in by_data.values():
+                kept.update(-step for _, step in sorted(losses)[: self._keep_best])
         for step in self.steps():
             if step not in kept:
                 path = self.path(step)
@@ -220,14 +227,14 @@ class Checkpoints:
                 path.rename(renamed)  # an incomplete checkpoint must not have a checkpoint's name
                 shutil.rmtree(renamed, ignore_errors=True)
 
-    def _loss(self, step: int) -> float:
+    def _run_of(self, step: int) -> RunState | None:
+        """Returns the state of the run in the checkpoint of `step`, or None if it is damaged."""
         try:
             manifest = Manifest.load(self.path(step))
             check_sizes(self.path(step), manifest)
         except MalformedFile:
-            return math.inf
-        loss = manifest.run.loss
-        return math.inf if loss is None or math.isnan(loss) else loss
+            return None
+        return manifest.run
 
     def recover(self) -> None:
         """Cleans up after an interrupted save or removal: removes incomplete folders, and renames a

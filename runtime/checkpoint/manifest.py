@@ -27,6 +27,12 @@ NAME = "manifest.json"
 _SHARD = re.compile(r"state-\d{5,9}\.safetensors")
 
 
+EVALUATION_DATA = "evaluation_data"
+"""The key of `RunState.progress` with the digest of the evaluation data."""
+TOKENIZER = "tokenizer"
+"""The key of `RunState.progress` with the digest of the tokenizer."""
+
+
 class RunState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The state of the trainer, as JSON values."""
 
@@ -38,7 +44,9 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     settings: dict[str, Any] = {}
     """Settings that must not change when the run is resumed: learning-rate schedule, seed, data."""
     progress: dict[str, Any] = {}
-    """Further values that the trainer restores, such as whether an evaluation is pending."""
+    """Further values that the trainer restores, such as whether an evaluation is pending.
+    `EVALUATION_DATA` is the digest of the data to which `loss` belongs, and empty for the training
+    data. `TOKENIZER` is the digest of the tokenizer, and empty without one."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.step < 10**8:

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from megatrain.runtime.checkpoint.manifest import Manifest
+from megatrain.runtime.checkpoint.manifest import TOKENIZER, Manifest
 from megatrain.runtime.optimizer.settings import AdamW
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.model.specs import ModelSpec
@@ -29,6 +29,7 @@ def refuse_other_run(
     folder: Path,
     *,
     known: bool = True,
+    tokenizer: str | None = None,
 ) -> None:
     """Raises UserError if the checkpoint belongs to another run. The error names all differences.
 
@@ -42,6 +43,8 @@ def refuse_other_run(
         folder: folder of the checkpoint, for the error message.
         known: whether `settings` are complete. If not, only the settings that it contains are
             compared.
+        tokenizer: digest of the run's tokenizer, empty if it has none, or None if it is not known.
+            The error says whether it changed.
     """
     model = plan.model
     pairs: list[tuple[str, Any, Any]] = [
@@ -76,6 +79,8 @@ def refuse_other_run(
                 fix=f"leave out --steps, or pass at least {was}",
             )
     if differing:
+        other_data = any(name == "settings.data.digest" for name, *_ in differing)
+        why = f"; {_why_other_data(manifest, tokenizer)}" if other_data else ""
         changes = "".join(
             f" --set {_assigned(name.removeprefix('workload.'), was)}"
             for name, was, _ in differing
@@ -88,11 +93,24 @@ def refuse_other_run(
                 f"{name.removeprefix('settings.')} {_short(was)} in the checkpoint and"
                 f" {_short(now)} in this run"
                 for name, was, now in differing
-            ),
+            )
+            + why,
             allowed="the same in both",
             fix=f"resume with the settings of the checkpoint{how}, or start a new run from its"
             " weights (`megatrain export`)",
         )
+
+
+def _why_other_data(manifest: Manifest, tokenizer: str | None) -> str:
+    """Returns why the digest of the data may differ from that in the checkpoint. It is a digest of
+    the tokens.
+    """
+    before = manifest.run.progress.get(TOKENIZER)
+    if before is None or tokenizer is None:  # None for a checkpoint of an earlier version
+        return "either the data or the tokenizer changed"
+    if before == tokenizer:
+        return "the tokenizer is the same, so the data or the chat template changed"
+    return f"the tokenizer {'changed' if tokenizer else 'is gone'}"
 
 
 def _differences(first: ModelSpec, second: ModelSpec) -> list[tuple[str, Any, Any]]:

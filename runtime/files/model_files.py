@@ -19,6 +19,7 @@ from megatrain.runtime.files.checkpoint_names import CheckpointNames, hub_name, 
 from megatrain.runtime.files.decoder_stack import DecoderStack
 from megatrain.runtime.files.folder_tensors import FolderTensors
 from megatrain.runtime.files.model_folder import CHAT_TEMPLATE, COMPANIONS, INDEX, WHOLE, inside
+from megatrain.runtime.files.quantized import KINDS, kept_key_note, quantized_weights
 from megatrain.runtime.files.stored_tensors import StoredTensors, summary
 from megatrain.runtime.files.tensor_stream import TensorSource, write_tensors
 from megatrain.runtime.memory.arenas import TORCH_DTYPE, Arenas, length_of
@@ -26,6 +27,7 @@ from megatrain.runtime.optimizer import adamw as optimizer
 from megatrain.runtime.ranks import Ranks
 from megatrain.simulator.base.atomic_files import AtomicWrite
 from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.model.adapter import adapter_in
 from megatrain.simulator.model.layer import LayerSpec, TensorSpec
 from megatrain.simulator.model.optimizer import find
 from megatrain.simulator.model.specs import ModelSpec
@@ -120,9 +122,9 @@ def folder_weights(
 
     Raises:
         UserError: before any tensor is read, if a file is missing, malformed, a pickle or outside
-            the folder, if two files have the same tensor, if a tensor is missing, or if two
-            matrices differ although the config ties them. When a tensor is read, if its shape is
-            wrong or it is quantized.
+            the folder, if two files have the same tensor, if a tensor is missing or quantized, or
+            if two matrices differ although the config ties them. When a tensor is read, if its
+            shape is wrong or it is quantized.
     """
     tensors = FolderTensors(folder)
     if tensors.files == [folder / WHOLE] and (folder / INDEX).exists():
@@ -132,6 +134,9 @@ def folder_weights(
         )
     stack, value_of = _reader(folder, tensors.entries, tensors.tensor)
     if isinstance(value_of, StoredTensors):
+        dtypes = {key: tensors.entries[key].dtype for key in value_of.weight_keys()}
+        if quantized := {key: dtype for key, dtype in dtypes.items() if dtype in KINDS}:
+            raise quantized_weights(folder, quantized)
         for name, shape in value_of.missing.items():
             raise _missing(folder, name, shape)
         value_of.refuse_untied(str(folder))
@@ -140,6 +145,13 @@ def folder_weights(
                 f"{folder} has {len(value_of.foreign)} tensors that do not belong to the model and"
                 f" are neither trained nor exported: {summary(value_of.foreign)}"
             )
+    if note := kept_key_note(folder):
+        on_note(note)
+    if adapter := adapter_in(folder):
+        on_note(
+            f"{folder} also holds {adapter}, which is neither trained nor exported: only the"
+            " model's own weights are"
+        )
 
     def read(layer: str, tensor: str, shape: tuple[int, ...]) -> torch.Tensor:
         name = hub_name(layer, tensor, stack)
@@ -154,6 +166,8 @@ def folder_weights(
                 allowed=str(shape),
                 fix=_OTHER_WEIGHTS,
             )
+        if value.dtype in KINDS:
+            raise quantized_weights(folder, {name: value.dtype})
         if not value.is_floating_point():
             raise UserError(
                 f"{folder}: {name}",

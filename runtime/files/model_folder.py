@@ -13,6 +13,7 @@ from megatrain.runtime.files.malformed_file import MalformedFile
 from megatrain.runtime.files.model_source import name_on_hub
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import read_config, read_json
+from megatrain.simulator.model import adapter
 
 WHOLE = "model.safetensors"
 """File with the weights of a model that is not sharded."""
@@ -36,6 +37,8 @@ COMPANIONS = (
     "video_preprocessor_config.json",
 )
 """Files of a model other than its config and its weights."""
+NO_WEIGHTS = "check the path, or pass --init random"
+"""The usual fix for a folder without weights."""
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 _READ_FIRST = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 """Pickles that transformers reads if there is neither `WHOLE` nor `INDEX`, even if there are other
@@ -66,6 +69,7 @@ def model_folder(source: str, *, weights: bool = True) -> Path:
                 revision=named.revision,
                 allow_patterns=[
                     "config.json",
+                    adapter.CONFIG,
                     *COMPANIONS,
                     *([INDEX, "model*.safetensors"] if weights else []),
                 ],
@@ -82,12 +86,10 @@ def _unreachable(source: str, reason: str) -> UserError:
     )
 
 
-def weight_files(
-    folder: Path, *, otherwise: str = "check the path, or pass --init random"
-) -> list[Path]:
+def weight_files(folder: Path, *, otherwise: str = NO_WEIGHTS) -> list[Path]:
     """Returns the safetensors files of a model, the same files that transformers would read:
     `model.safetensors`, or the files in the index. Without either, all safetensors files in the
-    folder.
+    folder, except those of an adapter.
 
     Args:
         folder: the model's folder.
@@ -98,6 +100,8 @@ def weight_files(
     """
     names = list(_named(folder))
     if not names:
+        if described := adapter.adapter_in(folder):
+            raise adapter.no_whole_weights(folder, described)
         pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
         found = (
             f"no {WHOLE} and no index of shards, but {pickles[0]}, a pickle, which is never opened:"
@@ -136,7 +140,8 @@ def _named(folder: Path) -> Iterator[str]:
             )
         yield from sorted(set(places.values()))
     elif not any((folder / name).exists() for name in _READ_FIRST):
-        yield from sorted(path.name for path in folder.glob("*.safetensors"))
+        names = {path.name for path in folder.glob("*.safetensors")}
+        yield from sorted(names - {adapter.WEIGHTS})
 
 
 def _refuse_weights_by_name(folder: Path) -> None:

@@ -87,6 +87,7 @@ class StoredTensors:
             if name not in self._sources and name not in self._tied
         }
         """Shapes of the model's tensors that are not in the checkpoint, by name."""
+        self._weights = {name for name, value in expected.items() if value.is_floating_point()}
 
     def __call__(self, name: str) -> torch.Tensor:
         if name not in self._sources:
@@ -110,6 +111,19 @@ class StoredTensors:
             if not name.startswith(prefixes)
             for key, _ in sources
         ]
+
+    def weight_keys(self) -> list[str]:
+        """Returns the keys of tensors from which the model's weights are read. If the checkpoint
+        lacks a weight, the keys in `foreign` are included, because a quantized weight may have
+        another name.
+        """
+        keys = [
+            key
+            for name, sources in self._sources.items()
+            if name in self._weights
+            for key, _ in sources
+        ]
+        return keys + self.foreign if self.missing else keys
 
     def refuse_untied(self, where: str) -> None:
         """Raises UserError if the config ties two matrices that differ in the checkpoint.

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatrain.runtime.files import quantized
 from megatrain.runtime.files.malformed_file import MalformedFile
 
 LARGEST_HEADER_BYTES = 100_000_000
@@ -38,6 +39,9 @@ DTYPES = {
     "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
 """PyTorch's dtype for each dtype code of the format."""
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
@@ -163,6 +167,9 @@ def _entry(path: Path, name: str, value: object, data: int) -> TensorEntry:
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
         raise _malformed(path, f"tensor {shown} with other keys than dtype, shape and data_offsets")
     dtype, shape, offsets = DTYPES.get(str(value["dtype"])), value["shape"], value["data_offsets"]
+    if value["dtype"] in quantized.PACKED:
+        found = f"quantized weights: {value['dtype'].lower()}, as in {name[:80]}"
+        raise MalformedFile(str(path), found=found, allowed=quantized.ALLOWED, fix=quantized.FIX)
     if dtype is None:
         raise _malformed(
             path, f"tensor {shown} of dtype {str(value['dtype'])[:20]!r}", ", ".join(DTYPES)

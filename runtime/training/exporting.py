@@ -22,6 +22,7 @@ from megatrain.runtime.files.decoder_stack import DecoderStack
 from megatrain.runtime.files.malformed_file import MalformedFile
 from megatrain.runtime.files.model_files import export, folder_weights
 from megatrain.runtime.files.model_folder import CHAT_TEMPLATE
+from megatrain.runtime.files.model_source import planned_source
 from megatrain.runtime.layers.meta_model import meta_model
 from megatrain.runtime.training.config import Config
 from megatrain.runtime.training.opening import exported_config, find_model, not_trained
@@ -140,8 +141,8 @@ def _origin(home: Path, manifest: Manifest, on_note: Callable[[str], None]) -> P
     """
     file = home / "plan.toml"
     source = Plan.load(file).source if file.is_file() else ""
-    if source and (home / source).is_dir():
-        return find_model(str(home / source), manifest.model, needed=False)
+    if source and (local := Path(planned_source(source, home))).is_dir():
+        return find_model(str(local), manifest.model, needed=False)
     try:
         return find_model(source, manifest.model, needed=True)
     except UserError as error:

@@ -14,6 +14,7 @@ from megatrain.runtime.data.corpus.corpus import Corpus
 from megatrain.runtime.data.opening import open_data
 from megatrain.runtime.data.options import DataOptions, Packing
 from megatrain.runtime.data.summary import DataSummary
+from megatrain.runtime.files import quantized
 from megatrain.runtime.files.checkpoint_names import CheckpointNames, is_multimodal
 from megatrain.runtime.files.folder_tensors import FolderTensors
 from megatrain.runtime.files.model_folder import model_folder
@@ -132,9 +133,10 @@ def find_model(source: str, planned: ModelSpec, *, needed: bool) -> Path | None:
 def exported_config(folder: Path | None, planned: ModelSpec, *, init: str) -> PretrainedConfig:
     """Returns the config to write with the trained weights.
 
-    It is the config in the model's `folder`, with all of its keys. A multimodal model keeps its
-    config. If there is no folder, or if the folder has a multimodal model and `init` is "random",
-    it is the config of the planned language model.
+    It is the config in the model's `folder`, with all of its keys except `quantization_config`,
+    because the exported weights are not quantized. A multimodal model keeps its config. If there is
+    no folder, or if the folder has a multimodal model and `init` is "random", it is the config of
+    the planned language model.
 
     Raises UserError if transformers refuses a value in the config.
     """
@@ -146,6 +148,8 @@ def exported_config(folder: Path | None, planned: ModelSpec, *, init: str) -> Pr
         )
     except Exception as error:  # a config class may raise anything for a value of a wrong type
         raise refused_config(str(folder / "config.json"), error) from None
+    for part in (config, config.get_text_config()):
+        vars(part).pop(quantized.KEY, None)
     return full_config(planned) if init == "random" and is_multimodal(config) else config
 
 

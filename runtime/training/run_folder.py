@@ -37,6 +37,7 @@ from megatrain.runtime.execution.executor import Executor
 from megatrain.runtime.files.exported_models import add_model, exported_models
 from megatrain.runtime.files.model_files import export
 from megatrain.runtime.files.model_folder import CHAT_TEMPLATE
+from megatrain.runtime.files.model_source import hub_name, planned_source
 from megatrain.runtime.machine import describe
 from megatrain.runtime.training.callback import Callback, EvaluationResult, Step
 from megatrain.runtime.training.run_lock import LOCK, START
@@ -176,32 +177,52 @@ class RunFolder(Callback):
             remove_abandoned(self.path / path.name[1:].partition(".aside-")[0])
         kept, damaged = readable(self.path / "metrics.jsonl")
         if damaged:
-            lines = f"{damaged} damaged line{'s' * (damaged > 1)}"
+            counted = f"{damaged} damaged line{'s' * (damaged > 1)}"
             trainer.note(
-                f"{self.path / 'metrics.jsonl'}: {lines} removed; the weights are not affected"
+                f"{self.path / 'metrics.jsonl'}: {counted} removed; the weights are not affected"
             )
-        write_text(
-            self.path / "metrics.jsonl",
-            "".join(line for step, line in kept if step < trainer.first_step),
-        )
+        lines = [line for step, line in kept if step < trainer.first_step]
+        if trainer.first_step > 1 and not lines:
+            trainer.note(
+                f"{self.path / 'metrics.jsonl'} has no earlier steps: it was lost or emptied, so"
+                f" reports begin with step {trainer.first_step}; the weights are not affected"
+            )
+        write_text(self.path / "metrics.jsonl", "".join(lines))
 
     def _save_plan(self, trainer: TrainingRun) -> None:
         """Saves the plan and a copy of its hardware file.
 
         With the copy, `megatrain compare` also works after the run folder was moved. If the plan
         that was saved before has another schedule, it is moved to `plans/` with its measurements.
+
+        A run that continues keeps the model of its first plan, because it began from these weights.
+        Only if this model is gone, the plan names the model that replaces it.
         """
-        former = trainer.plan
+        former, source = trainer.plan, trainer.source
         with contextlib.suppress(UserError):  # no plan yet, or a damaged one
             former = Plan.load(self.path / "plan.toml")
+            first = planned_source(former.source, self.path)
+            known = former.source and (os.path.isdir(first) or hub_name(first))
+            if trainer.first_step > 1 and known:
+                source = first
+                if not self._saved_digest and not _same_place(first, trainer.source):
+                    trainer.note(
+                        f"the weights are those of the checkpoint, not of {trainer.source}; the"
+                        f" plan still names {first}, with which the run began"
+                    )
         if former.digest != trainer.plan.digest:
             aside = self.path / PLANS / former.digest
-            save_plan(former, self.path, trainer.source, aside)
+            save_plan(former, self.path, source, aside)
             for name in ("measured.json", "memory.json"):
                 with contextlib.suppress(FileNotFoundError):
                     (self.path / name).replace(aside / name)
-        save_plan(trainer.plan, trainer.origin, trainer.source, self.path)
+        save_plan(trainer.plan, trainer.origin, source, self.path)
         self._saved_digest = trainer.plan.digest
+
+
+def _same_place(one: str, other: str) -> bool:
+    """Returns whether two sources of a model are the same folder, or the same name on the hub."""
+    return one == other or os.path.realpath(one) == os.path.realpath(other)
 
 
 def save_plan(plan: Plan, origin: Path, source: str, folder: Path) -> None:

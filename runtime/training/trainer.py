@@ -23,16 +23,18 @@ import torch
 from megatrain.runtime.batch import Batch
 from megatrain.runtime.checkpoint.checkpoint import CheckpointError, checkpoint_bytes
 from megatrain.runtime.checkpoint.folder import Checkpoints
-from megatrain.runtime.checkpoint.manifest import RunState
+from megatrain.runtime.checkpoint.manifest import EVALUATION_DATA, TOKENIZER, RunState
 from megatrain.runtime.checkpoint.same_run import is_longer
 from megatrain.runtime.data.corpus.corpus import Corpus
 from megatrain.runtime.data.rows.sources import pinned
 from megatrain.runtime.data.summary import DataSummary
+from megatrain.runtime.data.tokens.tokenize import tokenizer_digest, tokenizer_files
 from megatrain.runtime.execution.executor import Executor
 from megatrain.runtime.execution.param_groups import refuse_unmatched
 from megatrain.runtime.execution.preflight import preflight
 from megatrain.runtime.files.exported_models import newest_model
 from megatrain.runtime.files.model_files import folder_weights, random_weights
+from megatrain.runtime.files.model_source import planned_source
 from megatrain.runtime.host import free_host_bytes
 from megatrain.runtime.layers.functional_layers import config_of
 from megatrain.runtime.machine import (
@@ -97,6 +99,12 @@ class Fitted(NamedTuple):
     """The last evaluation, or None if there was none."""
     stopped: str
     """The reason if a callback stopped the training early, otherwise empty."""
+
+
+class WeightsNotFinite(UserError):
+    """The weights that a training begins with contain infinity or NaN. The first step has found
+    this, and has changed nothing.
+    """
 
 
 class _Execution(NamedTuple):
@@ -208,15 +216,7 @@ class Trainer(TrainingRun):
         grow_segments()
         self.device = default_device() if device is None else usable_device(device)
         self.origin = origin = Path() if isinstance(plan, Plan) else Path(plan).parent
-        self.source = str(
-            model
-            if model is not None
-            else (
-                origin / self.plan.source
-                if (origin / self.plan.source).exists()
-                else self.plan.source
-            )
-        )
+        self.source = str(model if model is not None else planned_source(self.plan.source, origin))
         self._data, self._evaluation_data = data, evaluation_data
         _refuse_arguments(data, callbacks)
         self.schedule = preflight(
@@ -271,6 +271,7 @@ class Trainer(TrainingRun):
         self.device_bytes_before = 0
         self._settings: dict[str, Any] = {}
         self._evaluation_pending = False
+        self._evaluation_digest = self._tokenizer_digest = ""
         self._stopped = ""
         self._executing = contextlib.ExitStack()
         self._next: _Execution | None = None
@@ -409,6 +410,8 @@ class Trainer(TrainingRun):
             # Opening the weights raises UserError if they do not belong to the planned model.
             with folder_weights(self.folder, self._notes.append):
                 pass
+        if self.folder is not None and tokenizer_files(self.folder):
+            self._tokenizer_digest = tokenizer_digest(self.folder)
         longest, sequence = self.plan.model.longest_row, self.plan.workload.sequence
         if longest is not None and sequence > longest:
             self._notes.append(
@@ -499,7 +502,12 @@ class Trainer(TrainingRun):
         """
         if self._checkpoints is not None and self._start is not None:
             self._checkpoints.refuse(
-                self.plan, self.config.optimizer, settings, self._start, known=known
+                self.plan,
+                self.config.optimizer,
+                settings,
+                self._start,
+                known=known,
+                tokenizer=self._tokenizer_digest,
             )
 
     def _open_data(self) -> tuple[BatchSource, EvaluationSource | None]:
@@ -522,6 +530,7 @@ class Trainer(TrainingRun):
         self._count_epochs(data)
         self._notes += learning_rate_notes(self.config)
         self._settings = settings_of(self.config, data)
+        self._evaluation_digest = str(getattr(held_out, "digest", ""))
         if held_out and (note := best_checkpoints_note(self.config)):
             self._notes.append(note)
         return data, held_out
@@ -577,6 +586,14 @@ class Trainer(TrainingRun):
                 f" {run.settings['training.steps']}: the result differs from that of a run that"
                 " began with as many"
             )
+        before = run.progress.get(EVALUATION_DATA)
+        if before and self._evaluation_digest not in ("", before):
+            best = self.config.saving.keep_best
+            self.note(
+                f"the evaluation data is not that of the steps until {run.step}: evaluation losses"
+                " before and after cannot be compared"
+                f"{', and keep_best keeps the best checkpoints of each' if best else ''}"
+            )
         return True
 
     def _load(self, *, buffers_alone: bool) -> None:
@@ -622,7 +639,7 @@ class Trainer(TrainingRun):
                 step=number,
                 loss=None if held_out else loss,
                 settings=self._settings,
-                progress={"evaluation_owed": owed},
+                progress=self._run_progress(owed),
             )
             self._notify_after("on_step", step, done)
             self._stopped = self._led(self._stopped)
@@ -635,7 +652,7 @@ class Trainer(TrainingRun):
             )
             if result is not None:
                 done = msgspec.structs.replace(
-                    done, loss=result.loss, progress={"evaluation_owed": False}
+                    done, loss=result.loss, progress=self._run_progress(False)
                 )
                 self._notify_after("on_evaluation", result, done)
             evaluation = result or evaluation
@@ -644,7 +661,7 @@ class Trainer(TrainingRun):
             due = stopping or by_clock or (save and (saving.every_steps or clock))
             switch = self._next is not None and not (self.finished or stopping)
             pending = bool(evaluate and held_out and not result)
-            run = msgspec.structs.replace(done, progress={"evaluation_owed": pending})
+            run = msgspec.structs.replace(done, progress=self._run_progress(pending))
             if due or switch:
                 saved = bool(due) and self._save(run)
                 if switch:
@@ -658,6 +675,14 @@ class Trainer(TrainingRun):
             # Without an own signal, another rank received one.
             raise interruption.error() if interruption else Interrupted(signal.SIGTERM)
         return Fitted(number, loss, evaluation, self._stopped if number < steps else "")
+
+    def _run_progress(self, owed: bool) -> dict[str, Any]:
+        """Returns `RunState.progress`. `owed` says whether an evaluation is pending."""
+        return {
+            "evaluation_owed": owed,
+            EVALUATION_DATA: self._evaluation_digest,
+            TOKENIZER: self._tokenizer_digest,
+        }
 
     def _step(self, data: BatchSource, number: int) -> Step:
         """Executes step `number`.
@@ -775,7 +800,7 @@ class Trainer(TrainingRun):
         self.first_step = step + 1
 
     def _refuse_weights_that_are_not_finite(self) -> None:
-        """Raises UserError if the loaded weights contain infinity or NaN.
+        """Raises WeightsNotFinite if the loaded weights contain infinity or NaN.
 
         Called if the loss or the gradient norm of the first step is not finite. This step has not
         changed the weights, so infinity or NaN in them was loaded.
@@ -793,7 +818,7 @@ class Trainer(TrainingRun):
                 if self.first_step == 1
                 else ("checkpoint", "resume from an earlier step")
             )
-            raise UserError(
+            raise WeightsNotFinite(
                 where,
                 found=f"infinity or NaN in {', '.join(names[:3])}{others}",
                 allowed="finite numbers",

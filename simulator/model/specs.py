@@ -18,6 +18,7 @@ import msgspec
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import read_config
 from megatrain.simulator.base.names import is_path, meant, suggestion
+from megatrain.simulator.model.adapter import adapter_in, no_whole_weights
 from megatrain.simulator.model.families import (
     CAN_SAVE_ATTENTION,
     Architecture,
@@ -472,6 +473,8 @@ def model_file(source: str) -> Path:
     # Unlike Path.is_dir, os.path.isdir returns False if the name is too long or not permitted.
     if os.path.isdir(path):
         if not os.path.exists(path / "config.json"):
+            if adapter := adapter_in(path):
+                raise no_whole_weights(path, adapter)
             trained = path / "model"
             raise UserError(
                 f"model {source}",

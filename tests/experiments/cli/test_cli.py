@@ -134,6 +134,8 @@ def test_a_second_calibration_says_whether_it_agrees(
         "2",
         "--seq",
         "16",
+        "--dtype",
+        "bf16",
         "--device",
         "cpu",
         "--out",
@@ -205,7 +207,13 @@ def test_without_a_model_a_default_set_is_measured(
         ),
         (("--seq", 512), [(1, 512, "fp32")], "1 x 512 tokens in fp32"),
         (("--grid", "2x16"), [(8, 64, "fp32"), (2, 16, "fp32")], "8 x 64, 2 x 16 tokens in fp32"),
-        (("--batch", 1, "--seq", 16, "--grid", "2x16"), [(1, 16, "bf16"), (2, 16, "bf16")], ""),
+        (("--batch", 1, "--seq", 16, "--grid", "2x16"), [(1, 16, "fp32"), (2, 16, "fp32")], ""),
+        (("--batch", 4, "--grid", "2x16"), [(4, 64, "fp32"), (2, 16, "fp32")], ""),
+        (
+            ("--batch", 1, "--seq", 16, "--grid", "2x16", "--dtype", "bf16"),
+            [(1, 16, "bf16"), (2, 16, "bf16")],
+            "",
+        ),
     ],
 )
 def test_a_named_model_is_measured_with_a_workload_that_suits_the_machine(

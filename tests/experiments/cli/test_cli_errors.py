@@ -15,7 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from megatrain.experiments.cli import file_arguments
 from megatrain.experiments.run_report import pictures
@@ -832,6 +835,43 @@ def test_a_training_that_diverges_says_so(
     again = command(*TRAIN, "--steps", "5", *option)
     assert "continue it with `megatrain train --resume new --from-scratch`" in again.err
     assert again.status == 2
+
+
+def test_weights_that_are_not_finite_are_a_mistake_in_a_file(
+    workplace: Path, command: Any, files_in: Any
+) -> None:
+    """The first step finds them, but it has changed nothing, so no training has begun."""
+    file = workplace / "tiny" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"][0] = torch.nan
+    save_file(tensors, file, metadata={"format": "pt"})
+    before = files_in(workplace)
+    outcome = command(*TRAIN)
+    assert outcome.status == 2
+    check_line(
+        outcome.err, Mistake((), "infinity or NaN in model.norm.weight", "finite numbers", "fetch")
+    )
+    assert "; the run" not in outcome.err
+    assert files_in(workplace) == before
+
+
+@pytest.mark.parametrize("option", [(), ("--model", "tiny/config.json")])
+def test_a_plan_made_from_a_config_needs_the_folder_with_the_weights(
+    option: tuple[str, ...], workplace: Path, command: Any, files_in: Any
+) -> None:
+    if not option:
+        path = workplace / "plan.toml"
+        msgspec.structs.replace(Plan.load(path), source="tiny/config.json").save(path)
+    before = files_in(workplace)
+    outcome = command(*TRAIN, *option)
+    assert outcome.status == 2
+    assert "model tiny/config.json: found a file, not the folder" in outcome.err
+    check_line(
+        outcome.err,
+        Mistake((), "a file, not the folder with the weights", "a Hugging", "such as tiny if"),
+    )
+    assert ("; if it is the `source` of a plan, pass --model or" in outcome.err) == (not option)
+    assert files_in(workplace) == before
 
 
 def metrics_are_full(patched: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,8 @@ from megatrain.simulator.hardware.shared import SharedMachine
 
 MEASURED = Path(__file__).parents[3] / "experiments" / "results" / "h200-heldout" / "hardware.toml"
 CALIBRATE = (
-    *("calibrate", "qwen2.5-0.5b", "--batch", "2", "--seq", "16", "--device", "cpu"),
+    *("calibrate", "qwen2.5-0.5b", "--batch", "2", "--seq", "16", "--dtype", "bf16"),
+    *("--device", "cpu"),
     *("--out", "here.toml", "--name", "my-own-name", "--share"),
 )
 

@@ -22,6 +22,7 @@ from fake_hub import FIRST, SECOND, FakeHub, jsonl
 
 from megatrain.runtime.checkpoint.checkpoint import CheckpointError
 from megatrain.runtime.checkpoint.folder import Checkpoints
+from megatrain.runtime.data.tokens.tokenize import tokenizer_files
 from megatrain.runtime.files.exported_models import newest_model
 from megatrain.simulator.base.files import read_json
 from megatrain.simulator.schedule.plan import Plan
@@ -282,6 +283,91 @@ def test_a_run_is_resumed_with_data_that_has_moved(command: Command) -> None:
     )
 
 
+@pytest.mark.usefixtures("workplace")
+def test_a_resumed_run_keeps_the_model_that_it_began_with(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan names the model from whose weights the run began, so the run can be repeated."""
+    good(command(*NEW, "--steps", 2, "--out", "run"))
+    resume = ("train", "--resume", "run", "--device", "cpu", "--steps")
+    shutil.copytree("tiny", "other")
+    out = good(command(*resume, 3, "--model", "other"))
+    assert (
+        "the weights are those of the checkpoint, not of other; the plan still names tiny, with"
+        " which the run began\n" in out
+    )
+    assert Plan.load(Path("run/plan.toml")).source == "../tiny"
+    assert "the plan still names" not in good(command(*resume, 4, "--model", "run/../tiny"))
+
+    Path("tiny").rename("moved")
+    gone = command(*resume, 5)
+    line = (
+        "megatrain: model {}: found no such folder; allowed: a Hugging Face model folder, or a name"
+        " on the hub such as org/name; fix: pass --model with the folder where the model is now\n"
+    )
+    assert (gone.status, gone.err) == (2, line.format(Path("tiny").resolve()))
+    with monkeypatch.context() as patch:
+        patch.chdir("corpus")
+        there = command("train", "--resume", "../run", "--device", "cpu", "--steps", 5)
+    assert (there.status, there.err) == (2, line.format(Path("tiny").resolve()))
+    good(command(*resume, 5, "--model", "moved"))
+    assert Plan.load(Path("run/plan.toml")).source == "../moved"
+
+    Path("moved/model.safetensors").unlink()
+    weightless = command(*resume, 6)
+    assert weightless.err.startswith("megatrain: moved: found no *.safetensors file; ")
+    assert weightless.err.endswith("; fix: pass --model with the folder where the model is now\n")
+
+
+@pytest.mark.usefixtures("workplace")
+def test_an_error_says_whether_the_data_or_the_tokenizer_changed(
+    command: Command, make_tokenizer: Callable[[Path], None]
+) -> None:
+    make_tokenizer(Path("tiny"))
+    good(command(*NEW, "--steps", 2, "--out", "run"))
+    resume = ("train", "--resume", "run", "--device", "cpu", "--steps", 3)
+    shutil.copytree("corpus", "other")
+    Path("other/one.txt").write_text("other text\n" * 300)
+    outcome = command(*resume, "--data", "other")
+    assert "; the tokenizer is the same, so the data or the chat template changed; " in outcome.err
+    file = Path("tiny/tokenizer.json")
+    tokenizer = json.loads(file.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["l"], vocabulary["i"] = vocabulary["i"], vocabulary["l"]
+    file.write_text(json.dumps(tokenizer))
+    outcome = command(*resume)
+    assert outcome.status == 2
+    assert " in this run; the tokenizer changed; allowed: the same in both; " in outcome.err
+    for path in tokenizer_files(Path("tiny")):
+        path.unlink()
+    assert "; the tokenizer is gone; " in command(*resume).err
+
+
+@pytest.mark.usefixtures("workplace")
+def test_a_resumed_run_says_that_its_evaluations_or_metrics_are_others(command: Command) -> None:
+    words = ("train", "plan.toml", "--data", "corpus", "--device", "cpu", "--out", "run")
+    for name in ("one", "two", "three"):
+        Path(f"{name}.txt").write_text("held out\n" * (200 if name == "two" else 100))
+    good(command(*words, "--steps", 2, "--evaluation-data", "one.txt", "--keep-best", 1))
+    resume = ("train", "--resume", "run", "--device", "cpu", "--steps")
+    others = "the evaluation data is not that of the steps until"
+    lost = "metrics.jsonl has no earlier steps"
+    out = good(command(*resume, 3, "--evaluation-data", "three.txt"))
+    assert others not in out, "the same data under another name"
+    assert lost not in out
+    Path("run/metrics.jsonl").unlink()
+    out = good(command(*resume, 4, "--evaluation-data", "two.txt"))
+    assert (
+        f"{others} 3: evaluation losses before and after cannot be compared, and keep_best keeps"
+        " the best checkpoints of each\n" in out
+    )
+    assert (
+        f"run/{lost}: it was lost or emptied, so reports begin with step 4; the weights are not"
+        " affected\n" in out
+    )
+    assert [row["step"] for row in losses("run")] == [4]
+
+
 def test_the_last_line_names_the_model_if_no_checkpoint_was_saved(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -460,7 +546,7 @@ def test_a_signal_in_an_evaluation_leaves_it_for_later(
     assert (outcome.status, outcome.err) == (130, f"megatrain: {how}\n")
     assert [row["step"] for row in rows("run")] == [1, 2, 3]
     manifest = read_json(Path("run/checkpoints/step-00000003/manifest.json"))
-    assert manifest["content"]["run"]["progress"] == {"evaluation_owed": True}
+    assert manifest["content"]["run"]["progress"]["evaluation_owed"] is True
     assert_as_if_never_stopped(command, NEW, 6)
     assert [row["step"] for row in rows("run") if "evaluation_loss" in row] == [3, 6]
 

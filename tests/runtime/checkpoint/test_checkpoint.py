@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -22,6 +23,7 @@ from small_runs import SETTINGS, everything, run_of
 from megatrain.runtime.checkpoint import checkpoint
 from megatrain.runtime.checkpoint.checkpoint import restore, save, verify
 from megatrain.runtime.checkpoint.folder import Checkpoints
+from megatrain.runtime.checkpoint.manifest import EVALUATION_DATA
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.schedule.plan import Placement, Plan
 
@@ -174,6 +176,19 @@ def test_the_newer_of_two_equally_good_checkpoints_is_kept(
         for step, loss in enumerate([2.0, 1.0, 1.0, 3.0, 1.5], 1):
             checkpoints.save(running.executor, run_of(step, loss))
     assert checkpoints.steps() == [3, 5]
+
+
+def test_losses_on_different_evaluation_data_are_not_compared(
+    saved: tuple[Plan, Path], session: Callable[..., Any], tmp_path: Path
+) -> None:
+    """A run may be resumed with other evaluation data, on which losses are higher or lower."""
+    evaluated = [("a", 2.0), ("a", 1.0), ("a", 3.0), ("b", 7.0), ("b", 8.0), ("b", 9.0)]
+    with session(saved[0]) as running:
+        checkpoints = Checkpoints(tmp_path / "kept", keep_last=1, keep_best=1)
+        for step, (data, loss) in enumerate(evaluated, 1):
+            run = msgspec.structs.replace(run_of(step, loss), progress={EVALUATION_DATA: data})
+            checkpoints.save(running.executor, run)
+    assert checkpoints.steps() == [2, 4, 6]
 
 
 def test_later_checkpoints_are_removed_after_the_run_went_back(

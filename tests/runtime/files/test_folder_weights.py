@@ -202,6 +202,135 @@ def test_a_tensor_that_is_missing_is_named(
     )
 
 
+# ---- quantized weights ----
+
+UP = "model.layers.1.mlp.up_proj"
+
+
+def add_to_config(folder: Path, **keys: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **keys}))
+
+
+@pytest.mark.parametrize(
+    ("method", "tensors", "found"),
+    [
+        (
+            {"quant_method": "fp8"},
+            {f"{UP}.weight": torch.float8_e4m3fn, f"{UP}.weight_scale_inv": torch.float32},
+            f"fp8, quant_method fp8, as in {UP}.weight",
+        ),
+        ({"quant_method": "x\ny"}, {f"{UP}.weight": torch.int8}, f"int8, as in {UP}.weight"),
+        (None, {f"{UP}.weight": torch.uint8}, f"uint8, as in {UP}.weight"),
+        (
+            {"quant_method": "gptq"},
+            {f"{UP}.weight": None, f"{UP}.qweight": torch.int32, f"{UP}.scales": torch.float16},
+            f"packed int32, quant_method gptq, as in {UP}.qweight",
+        ),
+        (
+            {"quant_method": "mxfp4"},
+            {
+                f"{UP}.weight": None,
+                f"{UP}.weight_blocks": torch.int8,
+                f"{UP}.weight_scales": torch.float8_e8m0fnu,
+            },
+            f"int8 and fp8, quant_method mxfp4, as in {UP}.weight_blocks",
+        ),
+    ],
+)
+def test_quantized_weights_are_refused_by_their_kind(
+    make_model: Callable[..., ModelSpec],
+    tmp_path: Path,
+    method: dict[str, str] | None,
+    tensors: dict[str, torch.dtype | None],
+    found: str,
+) -> None:
+    save(make_model(hidden=32, head_dim=8), tmp_path)
+    shape = load_file(tmp_path / WHOLE)[f"{UP}.weight"].shape
+    change(
+        tmp_path,
+        **{
+            name: None if dtype is None else torch.ones(shape).to(dtype)
+            for name, dtype in tensors.items()
+        },
+    )
+    if method:
+        add_to_config(tmp_path, quantization_config=method)
+    refuse(
+        tmp_path,
+        rf"^model {tmp_path}: found quantized weights: {found}; allowed: bf16, fp16 or fp32"
+        r" weights; fix: dequantize the model first, or fetch the unquantized model$",
+    )
+
+
+def test_integers_that_are_not_weights_are_no_quantization(
+    make_model: Callable[..., ModelSpec], tmp_path: Path
+) -> None:
+    """Old checkpoints have masks and positions, and some models have tables of integers."""
+    model = make_model(hidden=32, head_dim=8)
+    save(model, tmp_path)
+    table = torch.zeros(4, dtype=torch.int32)
+    change(tmp_path, **{"model.layers.0.attn.bias": table.to(torch.uint8), "router.table": table})
+    (note,) = compare(model, tmp_path)
+    assert note.endswith("exported: router.table")
+
+
+# ---- adapters ----
+
+
+def add_adapter(folder: Path, suffix: str = "safetensors", **keys: Any) -> None:
+    config = {"peft_type": "LORA", "base_model_name_or_path": "org/base", **keys}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file({"lora_A.weight": torch.zeros(1)}, folder / f"adapter_model.{suffix}")
+
+
+def test_an_adapter_beside_the_weights_is_named_once(
+    make_model: Callable[..., ModelSpec], tmp_path: Path
+) -> None:
+    notes: list[str] = []
+    save(make_model(hidden=32, head_dim=8), tmp_path)
+    add_adapter(tmp_path)
+    with folder_weights(tmp_path, notes.append):
+        pass
+    assert notes == [
+        f"{tmp_path} also holds a LoRA adapter of org/base (adapter_config.json), which is neither"
+        " trained nor exported: only the model's own weights are"
+    ]
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+@pytest.mark.parametrize("has_config", [True, False])
+@pytest.mark.parametrize(
+    ("keys", "found"),
+    [
+        ({}, r"a LoRA adapter of org/base \(adapter_config\.json\)"),
+        ({"base_model_name_or_path": None, "peft_type": "IA3"}, "an adapter \\(adapter_config"),
+    ],
+)
+def test_an_adapter_without_the_weights_of_its_base_is_refused(
+    make_model: Callable[..., ModelSpec],
+    tmp_path: Path,
+    suffix: str,
+    has_config: bool,
+    keys: dict[str, Any],
+    found: str,
+) -> None:
+    """An adapter is refused with its base, whether or not the config of the base is there."""
+    if has_config:
+        save(make_model(hidden=32, head_dim=8), tmp_path)
+        (tmp_path / WHOLE).unlink()
+    add_adapter(tmp_path, suffix, **keys)
+    message = (
+        rf"^model {tmp_path}: found a folder that holds {found}.*; allowed: a folder with whole"
+        r" weights; fix: merge the adapter into its base first \(peft: merge_and_unload\), and"
+    )
+    if has_config:
+        refuse(tmp_path, message)
+    else:
+        with pytest.raises(UserError, match=message):
+            ModelSpec.load(str(tmp_path))
+
+
 # ---- what is not the model's ----
 
 

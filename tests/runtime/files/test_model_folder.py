@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from megatrain.runtime.files.checkpoint_names import CheckpointNames, hub_name
 from megatrain.runtime.files.model_files import export, folder_weights
 from megatrain.runtime.files.model_folder import model_folder, weight_files
+from megatrain.runtime.files.model_source import planned_source
 from megatrain.runtime.layers.functional_layers import config_of
 from megatrain.runtime.optimizer.adamw import round_to_bf16
 from megatrain.runtime.training.opening import exported_config
@@ -259,8 +260,8 @@ def test_quantised_weights_are_refused(saved: tuple[Plan, Path]) -> None:
     with pytest.raises(
         UserError,
         match=(
-            r"model\.embed_tokens\.weight: found torch\.int32; allowed: floating-point numbers, not"
-            r" quantized"
+            r"found quantized weights: packed int32, as in lm_head\.weight; allowed: bf16, fp16 or"
+            r" fp32 weights; fix: dequantize the model first"
         ),
     ):
         read_all(plan, folder)
@@ -324,6 +325,26 @@ def test_a_hub_name_is_fetched_without_pickles_and_code(
     assert not [
         pattern for pattern in asked["patterns"] if pattern.endswith((".py", ".bin", ".pt", "*"))
     ]
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("../models/here", "models/here"),
+        ("../../outside", "{place}/outside"),
+        ("../models/gone", "{place}/work/models/gone"),
+        ("org/name@main", "org/name@main"),
+        ("qwen2.5-7b", "qwen2.5-7b"),
+    ],
+)
+def test_the_source_of_a_plan_is_shown_from_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, expected: str
+) -> None:
+    """A path in a plan is relative to the plan, but the user works in the current folder."""
+    for folder in ("work/run", "work/models/here", "outside"):
+        (tmp_path / folder).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "work")
+    assert planned_source(source, Path("run")) == expected.format(place=tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -155,6 +155,10 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: file_of(path, changed(dtype="OBJECT")),
         r"found tensor 'b' of dtype 'OBJECT'; allowed: F64, F32",
     ),
+    "half a byte a number": (
+        lambda path: file_of(path, changed(dtype="F4")),
+        r"found quantized weights: f4, as in b; allowed: bf16, fp16 or fp32 weights; fix: dequant",
+    ),
     "another size": (
         lambda path: file_of(path, changed(shape=[5])),
         r"found tensor 'b' of 8 bytes; allowed: 10, for shape \[5\] of BF16",

@@ -5,12 +5,14 @@ Training and export report them. A folder with other weights is refused before m
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from megatrain.runtime.training import trainer as trainer_module
 from megatrain.runtime.training.callback import Callback
@@ -51,6 +53,26 @@ def test_a_training_and_an_export_name_them(place: Path, prepare: Any) -> None:
     assert not [
         name for name in load_file(place / "out" / "model.safetensors") if name.startswith("mtp")
     ]
+
+
+def test_a_dequantized_model_is_exported_without_the_config_of_its_quantization(
+    place: Path, prepare: Any
+) -> None:
+    """transformers refuses to load weights that are not quantized if the config has the key."""
+    file = place / "small" / "config.json"
+    config = json.loads(file.read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    file.write_text(json.dumps(config))
+    noting = Noting()
+    prepare(place, steps=1, callbacks=[noting], **{"saving.every_steps": 1}).fit()
+    assert [note for note in noting.notes if "quantization" in note] == [
+        f"{file} has quantization_config (quant_method fp8), but the weights are not quantized: an"
+        " exported model does not have the key"
+    ]
+    export_run(place / "run", place / "out")
+    for folder in (place / "run" / "model", place / "out"):
+        assert "quantization_config" not in json.loads((folder / "config.json").read_text())
+        AutoModelForCausalLM.from_pretrained(folder)
 
 
 def test_an_export_needs_no_weights_of_the_folder(place: Path, run: Any) -> None:
