@@ -94,7 +94,7 @@ def test_every_page_is_on_the_site() -> None:
 def test_the_readme_s_results_are_those_of_their_sources() -> None:
     (section,) = re.findall(r"^## Results\n(.*?)^## ", read("README.md"), re.DOTALL | re.MULTILINE)
     links = re.findall(r"\[([^\]]+)\]\((experiments/[^)]+)\)", section)
-    assert len(links) == 14
+    assert len(links) == 13
     for text, source in links:
         numbers = re.findall(r"\d[\d,.]*(?:e-\d+)?(?: %)?", text)
         assert numbers
