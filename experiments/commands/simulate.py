@@ -38,7 +38,7 @@ def step_line(seconds: float, makespan_ns: int, overhead_ns: int) -> str:
             f"{format_seconds(overhead_ns / 1e9)} for the host before the first and after the last"
             " operation (step_overhead_ns)"
         )
-    if varied_ns := round(seconds * 1e9) - makespan_ns - overhead_ns:
+    if (varied_ns := round(seconds * 1e9) - makespan_ns - overhead_ns) > 0:
         parts.append(f"{format_seconds(varied_ns / 1e9)} because the host's speed varies")
     return f"step {format_seconds(seconds)}: {', '.join(parts)}"
 

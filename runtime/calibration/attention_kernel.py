@@ -18,7 +18,7 @@ from megatrain.runtime.calibration.timing import rounded, time_repeatedly
 from megatrain.runtime.layers import flash4
 from megatrain.runtime.memory.arenas import TORCH_DTYPE
 from megatrain.simulator.hardware.machine import MOST_HALF_TOKENS, AttentionRate
-from megatrain.simulator.model.attention_kernel import KERNELS
+from megatrain.simulator.model.attention_kernel import KERNELS, computes_heads, obstacle
 from megatrain.simulator.model.families import UNFUSED_ATTENTION
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Kernel, Workload
@@ -54,7 +54,11 @@ def attention_curve(
     if unfused and not model.fuses_scores(workload):
         return ()
     kernel = workload.kernel if device.type == "cuda" else None
-    if kernel == "flash4" and flash4.missing(device):
+    if kernel == "flash4" and (
+        flash4.missing(device)
+        or not computes_heads(workload.dtype, model.heads.size)
+        or obstacle(model, workload, kernel)
+    ):
         return ()
     backend = sdpa_kernel(_BACKENDS[kernel]) if kernel in _BACKENDS else contextlib.nullcontext()
     points: list[tuple[int, int, int]] = []
@@ -65,6 +69,10 @@ def attention_curve(
                 forward, backward = _row(model, workload, device, length)
             except (RuntimeError, MemoryError):  # no memory, or no such kernel for this model
                 break
+            except Exception:
+                if kernel != "flash4":
+                    raise
+                break  # an optional package may fail in any way
             points.append((length, max(round(forward * 1e9), 1), max(round(backward * 1e9), 1)))
             if _FACTOR**2 * (forward + backward) > _MOST_SECONDS[device.type] and len(points) > 1:
                 break

@@ -147,7 +147,10 @@ def folder_weights(
             )
     if note := kept_key_note(folder):
         on_note(note)
-    if adapter := adapter_in(folder):
+    adapter = ""
+    with contextlib.suppress(UserError):  # the adapter is not used, so its config may be damaged
+        adapter = adapter_in(folder)
+    if adapter:
         on_note(
             f"{folder} also holds {adapter}, which is neither trained nor exported: only the"
             " model's own weights are"

@@ -113,9 +113,8 @@ class StoredTensors:
         ]
 
     def weight_keys(self) -> list[str]:
-        """Returns the keys of tensors from which the model's weights are read. If the checkpoint
-        lacks a weight, the keys in `foreign` are included, because a quantized weight may have
-        another name.
+        """Returns the keys of tensors from which the model's weights are read, and the foreign keys
+        below modules that lack a weight, because a quantized weight may have another name.
         """
         keys = [
             key
@@ -123,7 +122,8 @@ class StoredTensors:
             if name in self._weights
             for key, _ in sources
         ]
-        return keys + self.foreign if self.missing else keys
+        lacking = tuple(f"{name.rpartition('.')[0]}." for name in self.missing)
+        return keys + [key for key in self.foreign if key.startswith(lacking)]
 
     def refuse_untied(self, where: str) -> None:
         """Raises UserError if the config ties two matrices that differ in the checkpoint.

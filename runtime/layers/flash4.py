@@ -8,9 +8,9 @@ backward functions are called directly. They are the two functions that PyTorch 
 FlashAttention-4 implementation is activated. As operators of PyTorch, they can be compiled, and
 autograd records the backward pass.
 
-The kernels are compiled when they are called first, which takes about 10 seconds for each pair of
-forward and backward. Before a run, `verify` compares them with plain attention, because versions of
-the package exist whose gradients are wrong for some head sizes.
+The kernels are compiled when they are called first, which takes seconds. `verify` calls them before
+a run and compares them with plain attention, because versions of the package exist whose gradients
+are wrong for some head sizes.
 """
 
 from __future__ import annotations
@@ -25,14 +25,18 @@ import torch
 
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.model.attention_kernel import package
+from megatrain.simulator.model.specs import ModelSpec
 
 PACKAGE = package("flash4")
 """The name of the package for pip."""
 GENERATIONS = {9: "Hopper (H100, H200, GH200)", 10: "Blackwell (B200, GB200)"}
 """Major compute capability of a GPU that has the kernels -> its generation, with examples."""
 _MODULE = "flash_attn.cute.interface"
-_TOKENS, _DOCUMENT = 256, 100
-"""Tokens with which kernels are verified, and the length of the first of two documents."""
+_OTHER_VERSION = f"install another version of {PACKAGE}, or plan with --attention flash"
+_LONGEST_TEXT = 200
+_TOKENS, _DOCUMENT, _WINDOW = 256, 100, 30
+"""Tokens with which kernels are verified, the length of the first of two documents, and the window
+of a layer that has one."""
 _MOST_ERROR = 0.05
 """The largest error of a verified tensor, relative to its norm. On an H200, kernels that are right
 had 0.003, and wrong gradients 0.13 or more."""
@@ -62,9 +66,10 @@ def fix(device: torch.device) -> str:
 
 @functools.cache
 def _installed() -> bool:
+    """Returns whether the package is installed. It is imported only as far as its folders."""
     try:
         return importlib.util.find_spec(_MODULE) is not None
-    except ModuleNotFoundError:
+    except Exception:  # such as an older flash_attn that was built for another PyTorch
         return False
 
 
@@ -88,7 +93,10 @@ def _bounds(starts: torch.Tensor | None, longest: int) -> dict[str, Any]:
     }
 
 
-def _window(left: int) -> dict[str, int]:
+def window_of(left: int) -> dict[str, int]:
+    """Returns the keyword arguments of a kernel for the earlier tokens that a token attends to. -1
+    stands for all of them.
+    """
     return {} if left < 0 else {"window_size_left": left, "window_size_right": 0}
 
 
@@ -125,7 +133,7 @@ def forward(
         causal=True,
         return_lse=True,
         **_bounds(starts, longest),
-        **_window(left),
+        **window_of(left),
     )
     return output, log_sum_exp.contiguous()
 
@@ -170,7 +178,7 @@ def backward(
         causal=True,
         deterministic=torch.are_deterministic_algorithms_enabled(),
         **_bounds(starts, longest),
-        **_window(left),
+        **window_of(left),
     )
     return query_gradient, key_gradient, value_gradient
 
@@ -198,25 +206,61 @@ def _differentiate(
 forward.register_autograd(_differentiate, setup_context=_save)
 
 
-@functools.cache
-def verify(shared: int, size: int, window: int, device: torch.device, *, documents: bool) -> None:
-    """Compares output and gradients of the kernels with attention in fp32, on a few tokens.
-
-    The kernels that it compiles are those of the run. Results are cached.
+def verify(model: ModelSpec, device: torch.device, *, lengths: bool) -> None:
+    """Compares the kernels with attention in fp32: output and gradients of a few tokens, with the
+    heads of `model`. Results are cached.
 
     Args:
-        shared: number of query heads for each key head.
-        size: head size.
-        window: number of tokens that a token attends to, including itself; 0 for no limit.
+        model: the model.
         device: the GPU.
-        documents: whether the kernels receive the lengths of documents.
+        lengths: whether the kernels may receive the lengths of documents. Rows without documents
+            are compared in any case, and windows only with lengths.
 
-    Raises UserError if a tensor differs by more than `_MOST_ERROR` of its norm.
+    Raises UserError if a tensor differs by more than `_MOST_ERROR` of its norm, or if the kernels
+    cannot be compiled or run.
     """
+    heads, pairs, size = model.heads
+    fixed_order = torch.are_deterministic_algorithms_enabled()  # compiles other kernels
+    kinds: set[tuple[int, bool]] = set() if model.has_sinks else {(0, False)}
+    if lengths:
+        kinds |= {(int(model.window(layer.name) > 0), True) for layer in model.decoders}
+    for windowed, documents in sorted(kinds):
+        try:
+            errors = _errors(heads, pairs, size, windowed * _WINDOW, documents, device, fixed_order)
+        except Exception as error:
+            lines = str(error).splitlines() or [""]
+            raise UserError(
+                "workload: attention",
+                found=f"flash4 that ends with {type(error).__name__}: {lines[0][:_LONGEST_TEXT]}",
+                allowed=f"a version of {PACKAGE} that runs with this GPU, PyTorch and CUDA",
+                fix=_OTHER_VERSION,
+            ) from error
+        for name, error_of_norm in errors.items():
+            if not error_of_norm < _MOST_ERROR:  # also if it is not a number
+                raise UserError(
+                    "workload: attention",
+                    found=f"flash4 whose {name} is off by {error_of_norm:.0%} of its norm for heads"
+                    f" of {size}",
+                    allowed=f"a version of {PACKAGE} that computes these heads correctly",
+                    fix=_OTHER_VERSION,
+                )
+
+
+@functools.cache
+def _errors(
+    heads: int,
+    pairs: int,
+    size: int,
+    window: int,
+    documents: bool,
+    device: torch.device,
+    _fixed_order: bool,
+) -> dict[str, float]:
+    """Returns the errors of the output and of the gradients, relative to their norms."""
     generator = torch.Generator(device).manual_seed(0)
     tensors = [
         torch.randn(_TOKENS, count, size, generator=generator, device=device).bfloat16()
-        for count in (shared, 1, 1, shared)
+        for count in (heads, pairs, pairs, heads)
     ]
     index = torch.arange(_TOKENS, device=device)
     behind = index[:, None] - index
@@ -225,37 +269,29 @@ def verify(shared: int, size: int, window: int, device: torch.device, *, documen
     if documents:
         starts = torch.tensor([0, _DOCUMENT, _TOKENS], dtype=torch.int32, device=device)
         seen &= (index[:, None] < _DOCUMENT) == (index < _DOCUMENT)
-    call = (starts, _TOKENS, window - 1 if 0 < window < _TOKENS else -1, size**-0.5)
+    call = (starts, _TOKENS, window - 1, size**-0.5)
     *inputs, gradient = [tensor if documents else tensor[None] for tensor in tensors]
     output, log_sum_exp = forward(*inputs, *call)
     found = output, *backward(gradient, *inputs, output, log_sum_exp, *call)
-    for name, ours, exact in zip(
-        ("output", "gradient of queries", "gradient of keys", "gradient of values"),
-        found,
-        _exact(tensors, seen),
-        strict=True,
-    ):
-        error = float((ours.view_as(exact).float() - exact).norm() / exact.norm())
-        if not error < _MOST_ERROR:  # also if it is not a number
-            raise UserError(
-                "workload: attention",
-                found=f"flash4 whose {name} is off by {error:.0%} of its norm for heads of {size}",
-                allowed=f"a version of {PACKAGE} that computes these heads correctly",
-                fix=f"install another version of {PACKAGE}, or plan with --attention flash",
-            )
+    names = ("output", "gradient of queries", "gradient of keys", "gradient of values")
+    return {
+        name: float((ours.view_as(exact).float() - exact).norm() / exact.norm())
+        for name, ours, exact in zip(names, found, _exact(tensors, seen), strict=True)
+    }
 
 
 def _exact(tensors: list[torch.Tensor], seen: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Returns output and gradients of attention in fp32, [tokens, heads, size].
 
     Args:
-        tensors: queries, keys and values of one head, and the gradient of the output.
+        tensors: queries, keys and values, and the gradient of the output.
         seen: which keys a query attends to, [tokens, tokens].
     """
     *inputs, gradient = (tensor.float() for tensor in tensors)
     with torch.enable_grad():
         query, key, value = (tensor.requires_grad_() for tensor in inputs)
-        scores = torch.einsum("qhd,kd->hqk", query, key[:, 0]) * query.shape[-1] ** -0.5
-        shares = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-        output = torch.einsum("hqk,kd->qhd", shares, value[:, 0])
+        shared = query.shape[1] // key.shape[1]
+        scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(shared, 1))
+        shares = (scores * query.shape[-1] ** -0.5).masked_fill(~seen, -torch.inf).softmax(-1)
+        output = torch.einsum("hqk,khd->qhd", shares, value.repeat_interleave(shared, 1))
         return output.detach(), *torch.autograd.grad(output, inputs, gradient)

@@ -163,9 +163,7 @@ class FunctionalLayers:
         if self._kernel or self._by_lengths:
             attention.install(whole.config)
         if self._kernel == "flash4":
-            heads, pairs, size = model.heads
-            for window in sorted({model.window(layer.name) for layer in model.decoders}):
-                flash4.verify(heads // pairs, size, window, device, documents=self._by_lengths)
+            flash4.verify(model, device, lengths=self._by_lengths)
         if workload.documents:
             linear_documents.install(whole)
         self._stack = DecoderStack.of(whole)

@@ -257,7 +257,7 @@ def forward(
         True,
         False,
         scale=how.scale,
-        **_window(how.left),
+        **flash4.window_of(how.left),
     )
     return outputs[0], outputs[1]
 
@@ -294,7 +294,7 @@ def backward(
         seed,
         unused,
         scale=how.scale,
-        **_window(how.left),
+        **flash4.window_of(how.left),
     )
     return outputs[0], outputs[1], outputs[2]
 
@@ -336,10 +336,6 @@ class _SavedLengthsAttention(torch.autograd.Function):
         kernel = functools.partial(backward, how)
         gradients = backward_in_groups(kernel, ctx.groups, gradient, *saved, dim=0)
         return None, None, None, None, None, None, *gradients, None, None, of_sinks
-
-
-def _window(left: int) -> dict[str, int]:
-    return {} if left < 0 else {"window_size_left": left, "window_size_right": 0}
 
 
 def _aligned(size: int) -> int:

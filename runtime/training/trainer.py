@@ -321,7 +321,11 @@ class Trainer(TrainingRun):
             deterministic=self.config.training.deterministic,
         )
         refuse_what_does_not_fit(
-            other, schedule, host_bytes=self._host_bytes, device_bytes=device_bytes(self.device)
+            other,
+            schedule,
+            host_bytes=self._host_bytes,
+            device_bytes=device_bytes(self.device),
+            on_cpu=self.device.type != "cuda",
         )
         self._next = _Execution(other, schedule, Path(plan).parent)
 
@@ -363,6 +367,7 @@ class Trainer(TrainingRun):
             self.schedule,
             host_bytes=self._host_bytes,
             device_bytes=device_bytes(self.device),
+            on_cpu=self.device.type != "cuda",
         )
         if self._ranks is not None and self.out is not None:
             refuse_unseen(self.out, self._ranks)

@@ -15,6 +15,7 @@ Step times are not considered. The algorithm:
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections import defaultdict
@@ -404,13 +405,13 @@ def _footprints(plan: Plan, costs: CostModel) -> Iterator[MemoryFootprint]:
                 "exchange_bytes": 0,
             }
             least = with_knobs(plan, **knobs, placement=Placement(offloaded_inputs=offloaded))
-            plans = (
-                [least, host_updating(least)] if offloaded == "all" and places_state else [least]
-            )
             try:
-                yield from [MemoryFootprint(each, costs) for each in dict.fromkeys(plans)]
+                yield MemoryFootprint(least, costs)
             except UserError:  # the policy needs more slots
                 continue
+            if offloaded == "all" and places_state and (other := host_updating(least)) != least:
+                with contextlib.suppress(UserError):  # the policy cannot update on the host
+                    yield MemoryFootprint(other, costs)
             break
 
 

@@ -46,8 +46,10 @@ one with the usual slots. The fastest result is returned.
 With several GPUs, the plans are those of a rank, which owns a part of each layer. Layers on the
 device pass through slots too, and no layer is updated on the host.
 
-If nothing fits, the search starts again with fewer slots. If nothing fits with the fewest slots,
-there is no plan, and `nearest_miss` returns the one that exceeds its limits by the fewest bytes.
+If nothing fits, the search starts again with fewer slots. Plans that update all layers on the host
+are then added, with the most slots with which one fits (`_on_host`). If nothing fits with the
+fewest slots, there is no plan, and `nearest_miss` returns the one that exceeds its limits by the
+fewest bytes.
 """
 
 from __future__ import annotations
@@ -162,7 +164,10 @@ class PlacementSearch(Polishing):
         """
         known, key = self._known.usual, (self.plan, self._more)
         if key not in known:
-            known[key] = next(filter(None, map(self._fitting, _FEWER_SLOTS)), [])
+            found = next(filter(None, map(self._fitting, _FEWER_SLOTS)), [])
+            on_host = next(filter(None, map(self._on_host, _FEWER_SLOTS)), [])
+            found += [plan for plan in on_host if plan not in found]
+            known[key] = found
         return known[key]
 
     def improved(self, plan: Plan) -> Plan:
@@ -218,15 +223,16 @@ class PlacementSearch(Polishing):
                 for other in dict.fromkeys(map(host_updating, candidates))
                 if other not in candidates and self.filling.account(other).fits
             ]
-        if not candidates:
-            # Updates on the host need no slots for state, so they may fit alone.
-            bases = (Placement(), Placement(offloaded_inputs="all"))
-            lean = (with_knobs(self.plan, **knobs, placement=base) for base in bases)
-            candidates = [
-                plan for plan in map(host_updating, lean) if self.filling.account(plan).fits
-            ]
         candidates += self.filling.only_tied_embedding(with_knobs(self.plan, **knobs))
         return list(dict.fromkeys(candidates))
+
+    def _on_host(self, knobs: dict[str, int]) -> list[Plan]:
+        """Returns the plans that have `knobs`, keep no state on the device, update all layers on
+        the host, and fit. They need no slots for state on the device.
+        """
+        bases = (Placement(), Placement(offloaded_inputs="all"))
+        lean = (with_knobs(self.plan, **knobs, placement=base) for base in bases)
+        return [plan for plan in map(host_updating, lean) if self.filling.account(plan).fits]
 
     def _best_of(self, candidates: Sequence[Plan], limit_ns: float) -> Estimate | None:
         """Returns the best of the candidates, refined. Returns None if there are none, or if all of

@@ -428,8 +428,8 @@ class Adviser:
         model = self.plan.model
         for kernel in optional(model, work):
             changed = msgspec.structs.replace(work, attention=kernel)
-            speeds = (1 + kernel_gain(model, hardware, each) for each in (changed, work))
-            if kernel in hardware.attention and next(speeds) >= _LEAST_LAYERS_GAIN * next(speeds):
+            faster, now = (kernel_gain(model, hardware, each) for each in (changed, work))
+            if kernel in hardware.attention and 1 + faster >= _LEAST_LAYERS_GAIN * (1 + now):
                 return self._searched({"attention": kernel}, changed)
         return None
 

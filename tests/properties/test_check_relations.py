@@ -819,6 +819,32 @@ def test_a_plan_that_updates_on_the_host_fits_the_host() -> None:
     assert choice.plan.knobs.placement.offloaded_inputs == "all"
 
 
+@pytest.mark.parametrize(
+    ("model", "hardware", "work", "gib", "most"),
+    [
+        # Fits only with updates on the host, which need no slots for state on the device.
+        (
+            "qwen3-0.6b",
+            "gh200-96",
+            Workload(batch=2, sequence=8192, accumulation=4, clipping="update", loss_chunk=4096),
+            9.15,
+            2.19,
+        ),
+        # Plans with fewer slots fit, and are faster than updates on the host with all slots.
+        ("qwen3-0.6b", "h200", Workload(batch=4, sequence=1024, loss_chunk=1024), 4.0, 0.195),
+    ],
+    ids=["alone", "fewer slots"],
+)
+def test_updates_on_the_host_are_tried_where_hardly_anything_fits(
+    model: str, hardware: str, work: Workload, gib: float, most: float
+) -> None:
+    choice = Case(model, hardware, work, 1.0, 1.0).searched(
+        device_limit=int(gib * GIB), policies=["overlapped"]
+    )
+    assert choice.feasible
+    assert choice.step_seconds <= most
+
+
 @pytest.mark.parametrize("device", [1.8, 2.0])
 def test_more_host_memory_fits_where_hardly_anything_does(device: float) -> None:
     """Regression test: with 3 GiB of host memory nothing fitted, although a plan with 2.75 did.

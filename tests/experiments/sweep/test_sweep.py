@@ -26,6 +26,7 @@ from megatrain.experiments.sweep.table import table
 from megatrain.runtime.memory.fitting import LOADING_BYTES
 from megatrain.simulator import policies
 from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.units import format_bytes
 from megatrain.simulator.costs import cost_model
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
@@ -518,6 +519,8 @@ def test_a_sweep_that_is_executed(command: Any, monkeypatch: pytest.MonkeyPatch)
     assert "2 executed" in outcome.out
     measured = ["step", "predicted", "tokens/s", "device", "measured", "host", "measured", "by"]
     assert header(outcome.out) == ["policy", "weight_slots", "batch", *measured]
+    fastest = min(ran, key=lambda row: row.step_seconds or 0)
+    assert f"  {format_bytes(fastest.measured_host_peak_bytes or 0)}  execution" in outcome.out
 
 
 @pytest.mark.usefixtures("workplace")

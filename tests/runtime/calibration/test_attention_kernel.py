@@ -18,6 +18,7 @@ from megatrain.runtime.calibration.attention_kernel import (
     attention_rate,
 )
 from megatrain.simulator.hardware.machine import AttentionRate
+from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 
 LENGTHS = (512, 2048, 8192, 32768, 131072)
@@ -118,6 +119,44 @@ def test_growth_per_token_that_is_lost_in_the_noise_gives_no_rate(
     assert (attention_rate(model_of("qwen2"), points, 1e12) is not None) == has_rate
 
 
+def test_the_optional_kernel_is_called_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[tuple[int, ...]] = []
+
+    def forward(query: Any, key: Any, value: Any, *_: Any) -> tuple[Any, None]:
+        called.append(tuple(query.shape))
+        return query + key.sum() + value.sum(), None
+
+    monkeypatch.setattr(attention_kernel.flash4, "forward", forward)
+    monkeypatch.setattr(attention_kernel.flash4, "missing", lambda _: None)
+    model, cpu = ModelSpec.load("qwen2.5-0.5b"), torch.device("cpu")
+    work = Workload(batch=1, sequence=64, attention="flash4")
+    attention_kernel._row(model, work, cpu, 64)
+    assert called
+    assert set(called) == {(1, 64, 14, 64)}
+
+    def fails(*_: Any) -> None:
+        raise AssertionError("inputs must be float16 or bfloat16")
+
+    monkeypatch.setattr(attention_kernel, "_row", fails)
+    cuda = torch.device("cuda")
+    assert attention_curve(model, work, cuda) == ()
+    with pytest.raises(AssertionError):
+        attention_curve(model, msgspec.structs.replace(work, attention=None), cuda)
+
+
+def test_the_optional_kernel_is_not_timed_where_plans_cannot_use_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attention_kernel.flash4, "missing", lambda _: None)
+    monkeypatch.setattr(attention_kernel, "_row", lambda *_: (1e-6, 1e-6))
+    work, cuda = Workload(batch=1, sequence=64, attention="flash4"), torch.device("cuda")
+    assert attention_curve(ModelSpec.load("qwen2.5-0.5b"), work, cuda)
+    for model in ("gemma-2-9b", "phi-2"):
+        assert attention_curve(ModelSpec.load(model), work, cuda) == ()
+    wide = msgspec.structs.replace(work, dtype="fp32")
+    assert attention_curve(ModelSpec.load("qwen2.5-0.5b"), wide, cuda) == ()
+
+
 def test_the_kernel_of_the_workload_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, rows with documents use flash attention, whatever PyTorch would choose."""
     backends: list[SDPBackend | None] = []
@@ -136,7 +175,7 @@ def test_the_kernel_of_the_workload_is_timed(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(attention_kernel.contextlib, "nullcontext", lambda: Backend(None))
     monkeypatch.setattr(attention_kernel, "_row", lambda *_: (1e-6, 1e-6))
     monkeypatch.setattr(attention_kernel.flash4, "missing", lambda _: None)
-    model, plain = model_of("qwen2"), Workload(batch=2, sequence=16)
+    model, plain = ModelSpec.load("qwen2.5-0.5b"), Workload(batch=2, sequence=16)
     for work in (
         plain,
         msgspec.structs.replace(plain, attention="cudnn"),

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -187,6 +188,32 @@ def test_sums_have_a_fixed_order_in_deterministic_mode(
     assert package.calls[-1]["deterministic"] is deterministic
 
 
+@pytest.mark.parametrize("broken", [ImportError("undefined symbol"), OSError("no library")])
+def test_a_package_that_cannot_be_imported_counts_as_missing(
+    monkeypatch: pytest.MonkeyPatch, broken: Exception
+) -> None:
+    """Such as an older flash_attn in the same place, built for another PyTorch."""
+
+    def fails(_: str) -> None:
+        raise broken
+
+    flash4._installed.cache_clear()
+    monkeypatch.setattr(importlib.util, "find_spec", fails)
+    assert not flash4._installed()
+    flash4._installed.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("cuda", "package"), [("13.0", "flash-attn-4[cu13]"), ("12.8", "flash-attn-4")]
+)
+def test_the_package_of_the_fix_is_that_of_pytorch_s_cuda(
+    monkeypatch: pytest.MonkeyPatch, cuda: str, package: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    assert f'"{package}"' in flash4.fix(torch.device("cuda"))
+
+
 @pytest.mark.parametrize(
     ("device", "capability", "installed", "found", "fix"),
     [
@@ -236,23 +263,22 @@ def test_a_device_without_the_kernels_is_refused_in_one_line(
     )
 
 
+def heads_of_64(**changes: Any) -> ModelSpec:
+    return ModelSpec.from_config({**ModelSpec.load("qwen2.5-0.5b").config, **changes}, "", "")
+
+
 @pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("window", [0, 30])
 @pytest.mark.parametrize("wrong", [None, "out", "dq", "dk", "dv", "nan"])
 def test_a_package_with_a_wrong_result_is_refused_before_a_run(
-    package: Package,
-    monkeypatch: pytest.MonkeyPatch,
-    window: int,
-    documents: bool,
-    wrong: str | None,
+    package: Package, monkeypatch: pytest.MonkeyPatch, documents: bool, wrong: str | None
 ) -> None:
     """Versions of the package exist whose gradients are wrong for some head sizes."""
-    if window and not documents:
-        return  # only kernels that receive lengths have windows
-    flash4.verify.cache_clear()
+    flash4._errors.cache_clear()
     forward, backward = package._flash_attn_fwd, package._flash_attn_bwd
 
     def changed(tensor: Tensor, name: str) -> Tensor:
+        if documents and tensor.dim() == 4:
+            return tensor
         return tensor * torch.nan if wrong == "nan" else 1.2 * tensor if wrong == name else tensor
 
     def forward_changed(*tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
@@ -265,12 +291,66 @@ def test_a_package_with_a_wrong_result_is_refused_before_a_run(
 
     monkeypatch.setattr(package, "_flash_attn_fwd", forward_changed)
     monkeypatch.setattr(package, "_flash_attn_bwd", backward_changed)
-    cpu = torch.device("cpu")
+    model, cpu = heads_of_64(), torch.device("cpu")
     if wrong is None:
-        flash4.verify(3, 64, window, cpu, documents=documents)
+        flash4.verify(model, cpu, lengths=documents)
         return
     with pytest.raises(UserError, match=r"flash4 whose .* is off by .* for heads of 64; allowed"):
-        flash4.verify(3, 64, window, cpu, documents=documents)
+        flash4.verify(model, cpu, lengths=documents)
+
+
+@pytest.mark.parametrize(
+    ("changes", "lengths", "expected"),
+    [
+        ({}, False, [(None, None)]),
+        ({}, True, [(None, None), (3, None)]),
+        (
+            {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 12},
+            True,
+            [(None, None), (3, None), (3, 29)],
+        ),
+    ],
+    ids=["rows", "documents", "windows"],
+)
+def test_each_kernel_of_a_run_is_verified_once(
+    package: Package, changes: dict[str, Any], lengths: bool, expected: list[tuple[Any, Any]]
+) -> None:
+    """A window is tried however long the model's own is. Another order of sums is verified, too."""
+    flash4._errors.cache_clear()
+    model, cpu = heads_of_64(**changes), torch.device("cpu")
+    for _ in range(2):
+        flash4.verify(model, cpu, lengths=lengths)
+    called = [
+        (None if starts is None else len(starts), call.get("window_size_left"))
+        for call in package.calls
+        if "deterministic" not in call
+        for starts in [call.get("cu_seqlens_q")]
+    ]
+    assert called == expected
+    torch.use_deterministic_algorithms(True)
+    try:
+        flash4.verify(model, cpu, lengths=lengths)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(package.calls) == 4 * len(expected)
+    assert package.calls[-1]["deterministic"]
+
+
+def test_kernels_that_cannot_be_compiled_are_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise AssertionError("no compiler\nfor this GPU")
+
+    flash4._errors.cache_clear()
+    monkeypatch.setattr(flash4, "_package", lambda: SimpleNamespace(_flash_attn_fwd=fails))
+    with pytest.raises(UserError) as refused:
+        flash4.verify(heads_of_64(), torch.device("cpu"), lengths=False)
+    assert str(refused.value) == (
+        "workload: attention: found flash4 that ends with AssertionError: no compiler; allowed: a"
+        " version of flash-attn-4 that runs with this GPU, PyTorch and CUDA; fix: install another"
+        " version of flash-attn-4, or plan with --attention flash"
+    )
 
 
 @pytest.mark.parametrize("documents", [False, True])
@@ -281,12 +361,11 @@ def test_the_kernels_of_a_run_are_verified(
     monkeypatch.setattr(attention, "kernel_of", lambda *_: "flash4")
     monkeypatch.setattr(lengths, "takes_lengths", lambda *_: True)
     monkeypatch.setattr(
-        flash4, "verify", lambda *given, documents: verified.append((*given, documents))
+        flash4, "verify", lambda *given, lengths: verified.append((*given, lengths))
     )
     plan, cpu = make_plan(attention="flash4", documents=documents), torch.device("cpu")
-    heads, pairs, size = plan.model.heads
     FunctionalLayers(plan.model, plan.workload, config_of(plan.model), cpu)
-    assert verified == [(heads // pairs, size, 0, cpu, documents)]
+    assert verified == [(plan.model, cpu, documents)]
 
 
 def test_head_sizes_with_wrong_gradients_are_refused() -> None:

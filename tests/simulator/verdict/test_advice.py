@@ -474,9 +474,9 @@ def test_a_machine_with_one_memory_gets_no_advice_to_store_gradients_in_8_bits(
 LONG_ROWS = Workload(batch=1, sequence=65_536, loss_chunk=1024, compiled=True, documents=True)
 
 
-def kernel_advice(model: ModelSpec, hardware: str, work: Workload) -> list[Suggestion]:
+def kernel_advice(model: ModelSpec, hardware: HardwareSpec, work: Workload) -> list[Suggestion]:
     """Returns the suggestions to use another attention kernel."""
-    verdict = judge(model, HardwareSpec.load(hardware), work, policies=["overlapped"])
+    verdict = judge(model, hardware, work, policies=["overlapped"])
     return [entry for entry in verdict.advice if "attention" in entry.options]
 
 
@@ -492,7 +492,7 @@ def test_long_rows_are_advised_to_use_an_optional_kernel_with_the_gain_of_doing_
 ) -> None:
     """Its gain is larger for rows of documents, which cuDNN's kernel cannot compute."""
     model, long = ModelSpec.load("qwen2.5-7b").with_layers(8), changed(LONG_ROWS, **changes)
-    (entry,) = kernel_advice(model, "h200", long)
+    (entry,) = kernel_advice(model, H200, long)
     assert entry.change == "--attention flash4"
     assert entry.options == {"attention": "flash4"}
     assert entry.note == "needs the package flash-attn-4, rounds differently"
@@ -510,12 +510,13 @@ def test_long_rows_are_advised_to_use_an_optional_kernel_with_the_gain_of_doing_
         ("qwen2.5-7b", "a100-80-sxm", {}),  # no such kernel
         ("gemma-2-9b", "h200", {}),  # windows and heads of 256
         ("qwen2.5-7b", "h200", {"attention": "flash4"}),
-        ("qwen2.5-7b", "h200", {"sequence": 1_024, "batch": 64}),  # gains 1 %
-        ("qwen2.5-7b", "experiments/results/h200-heldout/hardware.toml", {}),  # calibrated
+        ("qwen2.5-7b", "h200", {"sequence": 2_048, "batch": 32}),  # gains 3 %
     ],
 )
 def test_an_optional_kernel_is_not_advised_where_it_cannot_be_used_or_gains_little(
     model: str, hardware: str, changes: dict[str, Any]
 ) -> None:
-    small = ModelSpec.load(model).with_layers(4)
-    assert kernel_advice(small, hardware, msgspec.structs.replace(LONG_ROWS, **changes)) == []
+    small, machine = ModelSpec.load(model).with_layers(4), HardwareSpec.load(hardware)
+    if machine.costs:  # with a rate of the kernel, but without layers that were measured with it
+        machine = msgspec.structs.replace(machine, attention=H200.attention)
+    assert kernel_advice(small, machine, msgspec.structs.replace(LONG_ROWS, **changes)) == []
