@@ -2,7 +2,7 @@
 
 With larger chunks, the head's matrix is read and its gradient summed fewer times. But their logits
 take more device memory, which leaves less for state and saved activations. The candidates are the
-powers of two from 1,024 to 16,384 and the whole micro-batch:
+powers of two from 128 to 16,384 and the whole micro-batch:
 
 1. Begin with 2,048 tokens. Go to the next larger chunk as long as that is faster, and then to the
    next smaller one as long as that is faster. Few chunks have to be tried, because the step time
@@ -10,8 +10,8 @@ powers of two from 1,024 to 16,384 and the whole micro-batch:
 2. The time of a chunk is the step time of the plan from which the search of placements would
    continue (`PlacementSearch.first_ns`). It depends on both the time of the head and its memory.
    For policies that do not place state, it is the step time that their search finds.
-3. If no plan fits with any of these chunks, take the largest of 512, 256 and 128 tokens with which
-   a plan fits.
+3. If no plan fits with the first chunks, begin with the largest chunk below 1,024 tokens with which
+   a plan fits. Micro-batches of at most 1,024 tokens have one chunk if a plan fits with it.
 
 The calibration of a machine measures the head with some chunks. The times of other chunks are
 derived from these (`costs/calibrated.py`), so another chunk is chosen only if it is faster by 1 %
@@ -27,8 +27,8 @@ With several GPUs, these are the times and the memory of the plans that share th
 from __future__ import annotations
 
 import bisect
-import itertools
 import math
+from collections.abc import Sequence
 
 import msgspec
 
@@ -51,10 +51,12 @@ _TIE = 1.003
 """Plans whose times differ by less than this factor count as equally fast, because the compared
 plans are not refined. The smaller chunk is then chosen, since it leaves more memory. On a
 calibrated machine, a chunk that was measured is preferred instead."""
+_CLEARLY = 1.01
+"""Chunks below 1,024 tokens must be faster by this factor, because they were not measured."""
 _FIRST = 2048
 _USUAL = (1024, 2048, 4096, 8192, 16384)
 _SMALLER = (512, 256, 128)
-"""Chunks that are tried only if no plan fits with the usual ones, the largest first."""
+"""Chunks that are tried if 1,024 tokens are faster than 2,048, or if no plan fits with them."""
 _WHOLE = 2**31  # the most tokens of a loss chunk
 _DERIVED = 1.01  # a chunk that was not measured must be faster by this factor
 
@@ -143,24 +145,35 @@ class _ChunkSearch:
         work = self._plans[0].workload
         below: list[int] = [chunk for chunk in _USUAL if chunk < work.tokens]
         whole = next((chunk for chunk in _USUAL if chunk >= work.tokens), work.tokens)
-        chunks = sorted({*below, whole, *self._measured})
-        if len(chunks) == 1 and self._may_fit(chunks[0]):
-            return chunks[0]
+        usual: set[int] = {*below, whole, *self._measured}
+        if len(usual) == 1 and self._may_fit(whole):
+            return whole
+        chunks: list[int] = sorted({*(_SMALLER if below else ()), *usual})
         index = min(bisect.bisect_left(chunks, _FIRST), len(chunks) - 1)
-        for step in (1, -1):
-            while 0 <= index + step < len(chunks):
-                limit = self._time(chunks[index])
-                if not self._measured:
-                    limit *= _TIE if step < 0 else 1 / _TIE
-                if self._time(chunks[index + step], limit) >= limit:
-                    break
-                index += step
+        index = self._best_from(chunks, self._best_from(chunks, index, 1), -1)
         if self._time(chunks[index]) < math.inf:
             return chunks[index]
         if not any(map(self._fits, (whole, _SMALLER[-1]))):
             return work.loss_chunk
-        fast = (chunk for chunk in _SMALLER if self._time(chunk) < math.inf)
-        return next(itertools.chain(fast, filter(self._fits, (*chunks, *_SMALLER))))
+        for start in range(index, -1, -1):
+            if self._time(chunks[start]) < math.inf:
+                return chunks[self._best_from(chunks, start, -1)]
+        return next(filter(self._fits, (*sorted(usual), *_SMALLER)))
+
+    def _best_from(self, chunks: Sequence[int], index: int, step: int) -> int:
+        """Returns the index of the last of the sorted `chunks` on a walk from `index` by `step` (1
+        or -1) that goes on as long as the next chunk is faster.
+        """
+        while 0 <= index + step < len(chunks):
+            limit = self._time(chunks[index])
+            if chunks[index + step] < _USUAL[0]:
+                limit /= _CLEARLY
+            elif not self._measured:
+                limit *= _TIE if step < 0 else 1 / _TIE
+            if self._time(chunks[index + step], limit) >= limit:
+                break
+            index += step
+        return index
 
     def _time(self, chunk: int, limit: float = math.inf) -> float:
         """Returns a step time in ns to compare chunks by. Returns infinity if no plan was found to
