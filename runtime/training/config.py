@@ -275,6 +275,14 @@ def checked(value: object, where: str = "config") -> Config:
     Raises UserError if a value has a wrong type or is out of its range. `where` names the config in
     the error.
     """
+    schedule = value.schedule if isinstance(value, Config) else None
+    if schedule is not None and type(schedule) is not LearningRate:
+        raise UserError(
+            f"{where}: schedule",
+            found=f"a {type(schedule).__name__}",
+            allowed="a LearningRate: its fields describe the schedule, and config.toml stores them",
+            fix="choose a shape of LearningRate; other schedules are not supported",
+        )
     return convert(msgspec.to_builtins(value), Config, where)
 
 

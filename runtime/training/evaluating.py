@@ -49,6 +49,8 @@ def evaluate(
         number: the number of the last step, for the result.
         over_steps: the maximum number of such groups of micro-batches, or 0 for all.
         stop: called before each group. If it returns True, the result is None.
+
+    Raises UserError if no position of `batches` has a label.
     """
     parts, left = [], iter(batches)
     places = own_micro_batches(executor.plan, executor.rank)
@@ -61,7 +63,15 @@ def evaluate(
         if len(parts) == over_steps:
             break
     tokens = sum(part.labelled for part in parts)
-    loss = sum(part.loss * part.labelled for part in parts) / max(tokens, 1)
+    if not tokens:
+        raise UserError(
+            "evaluation data",
+            found=f"{len(parts)} groups of micro-batches, without a position that has a label",
+            allowed="at least one label other than -100",
+            fix="return all micro-batches from each call of batches(), not an iterator that is used"
+            " up, and set labels",
+        )
+    loss = sum(part.loss * part.labelled for part in parts) / tokens
     return EvaluationResult(
         number=number, loss=loss, tokens=tokens, seconds=sum(part.seconds for part in parts)
     )

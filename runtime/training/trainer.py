@@ -13,7 +13,7 @@ import difflib
 import math
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -118,14 +118,24 @@ class _Execution(NamedTuple):
     """The folder to which paths in the plan are relative."""
 
 
-def _refuse_arguments(data: object, callbacks: object) -> None:
-    """Raises UserError unless `data` can be trained on, and `callbacks` is a list of callbacks."""
+def _refuse_arguments(data: object, evaluation_data: object, callbacks: object) -> None:
+    """Raises UserError unless `data` can be trained on, `evaluation_data` can be evaluated or is
+    None, and `callbacks` is a list of callbacks.
+    """
     if not (data is None or isinstance(data, Path | str) or callable(getattr(data, "step", None))):
         raise UserError(
             "training: data",
             found=f"a {type(data).__name__}",
             allowed="a path, or an object with a method step(number) that returns micro-batches",
             fix="put the batches behind such a method",
+        )
+    if not (evaluation_data is None or callable(getattr(evaluation_data, "batches", None))):
+        raise UserError(
+            "training: evaluation_data",
+            found=f"a {type(evaluation_data).__name__}",
+            allowed="an object with a method batches() that returns micro-batches, or None",
+            fix="put the batches behind such a method, or name files in DataOptions.evaluation_data"
+            " of the config",
         )
     if not isinstance(callbacks, Sequence):
         raise UserError(
@@ -148,6 +158,26 @@ def _refuse_arguments(data: object, callbacks: object) -> None:
                 for name, value in vars(owner).items():
                     if name.startswith("on_") and callable(value) and not hasattr(Callback, name):
                         raise _unknown_method(owner.__name__, name)
+
+
+def _refuse_evaluation_beside_own_data(config: Config, data: object) -> None:
+    """Raises UserError if the config names evaluation data and `data` is an object of the user, so
+    the data of the config is not read.
+    """
+    options = config.data
+    named = options.evaluation_data or options.evaluation_split
+    if (
+        data is None
+        or isinstance(data, Path | str)
+        or not (named or options.evaluation_fraction or options.evaluation_documents)
+    ):
+        return
+    raise UserError(
+        "config: data",
+        found="evaluation data in the config, and training data that is an object",
+        allowed="evaluation data as an object, too, or none",
+        fix="pass evaluation_data=OBJECT with a method batches(), or leave it out of the config",
+    )
 
 
 def _unknown_method(owner: str, name: str) -> UserError:
@@ -218,7 +248,8 @@ class Trainer(TrainingRun):
         self.origin = origin = Path() if isinstance(plan, Plan) else Path(plan).parent
         self.source = str(model if model is not None else planned_source(self.plan.source, origin))
         self._data, self._evaluation_data = data, evaluation_data
-        _refuse_arguments(data, callbacks)
+        _refuse_arguments(data, evaluation_data, callbacks)
+        _refuse_evaluation_beside_own_data(self.config, data)
         self.schedule = preflight(
             self.plan,
             self.config.optimizer,
@@ -635,7 +666,7 @@ class Trainer(TrainingRun):
         for number in range(self.first_step, steps + 1):
             if stopping or self._interrupted(interruption):
                 break
-            step = self._step(data, number)
+            step = self._step(data, number, run)
             loss = step.loss
             owed = held_out is not None and (
                 number == steps or (every[0] > 0 and number % every[0] == 0)
@@ -652,9 +683,10 @@ class Trainer(TrainingRun):
             evaluate, save = (
                 self.finished or (interval > 0 and number % interval == 0) for interval in every
             )
-            result = (
-                self._evaluate(held_out, number, interruption) if evaluate and held_out else None
-            )
+            result = None
+            if evaluate and held_out:
+                with self._kept_if_it_fails(done, "the evaluation"):
+                    result = self._evaluate(held_out, number, interruption)
             if result is not None:
                 done = msgspec.structs.replace(
                     done, loss=result.loss, progress=self._run_progress(False)
@@ -689,13 +721,15 @@ class Trainer(TrainingRun):
             TOKENIZER: self._tokenizer_digest,
         }
 
-    def _step(self, data: BatchSource, number: int) -> Step:
-        """Executes step `number`.
+    def _step(self, data: BatchSource, number: int, before: RunState | None) -> Step:
+        """Executes step `number`. `before` is the run after the step before, if there was one.
 
         If the first step after a switch fails, it is executed under the former plan.
         """
         steps = self.config.training.steps
-        rate, batches, failed = self.config.schedule.at(number, steps), self._read(data, number), ""
+        rate, failed = self.config.schedule.at(number, steps), ""
+        with self._kept_if_it_fails(before, "the data"):
+            batches = self._read(data, number)
         try:
             result = self.executor.step(batches, rate=rate, number=number)
         except FloatingPointError:
@@ -710,7 +744,7 @@ class Trainer(TrainingRun):
             # Not inside `except`, because the traceback keeps the memory of the failed plan.
             self._return(self._former, number - 1, failed)
             self._notify("on_switch", self, 0.0)
-            return self._step(data, number)
+            return self._step(data, number, before)
         self._former = None
         if number >= self.first_step + WARM_UP_STEPS or steps < self.first_step + WARM_UP_STEPS:
             self.timelines = [*self.timelines[1 - _KEPT_TIMELINES :], result.timeline]
@@ -848,21 +882,30 @@ class Trainer(TrainingRun):
 
     def _notify_after(self, event: str, result: Step | EvaluationResult, run: RunState) -> None:
         """Calls the method `event` of every callback with `result`. If one fails, writes the
-        checkpoint `run`, so that no step is lost.
+        checkpoint `run`.
+        """
+        with self._kept_if_it_fails(run, "a callback"):
+            self._notify(event, self, result)
+
+    @contextlib.contextmanager
+    def _kept_if_it_fails(self, run: RunState | None, what: str) -> Iterator[None]:
+        """Writes the checkpoint `run` if code of the user fails in the block, so that no step is
+        lost. `what` is this code in words. None means that no step has been executed.
 
         With several ranks no checkpoint is written, because the other ranks do not write their
         parts.
         """
         try:
-            self._notify(event, self, result)
-        except (UserError, RunError):
-            if self._checkpoints is not None and self._ranks is None:
+            yield
+        except Exception:
+            checkpoints = self._checkpoints if self._ranks is None else None
+            if checkpoints and run is not None and self.saved_step != run.step:
                 try:
-                    self._checkpoints.save(self.executor, run)
+                    checkpoints.save(self.executor, run)
                     self.saved_step = run.step
-                    said = f"a callback failed; a checkpoint of step {run.step} was written"
+                    said = f"{what} failed; a checkpoint of step {run.step} was written"
                 except CheckpointError as error:
-                    said = f"a callback failed, and then no checkpoint could be written: {error}"
+                    said = f"{what} failed, and then no checkpoint could be written: {error}"
                 with contextlib.suppress(UserError, RunError):  # the first error is reported
                     self.note(said)
             raise

@@ -179,8 +179,9 @@ def test_the_best_checkpoint_has_the_least_evaluation_loss_or_without_evaluation
 ) -> None:
     step = Trainer._step
 
-    def scripted_step(self: Trainer, data: Any, number: int) -> Step:
-        return dataclasses.replace(step(self, data, number), loss=[5.0, 1.5, 4.0, 3.0][number - 1])
+    def scripted_step(self: Trainer, data: Any, number: int, before: Any) -> Step:
+        losses = [5.0, 1.5, 4.0, 3.0]
+        return dataclasses.replace(step(self, data, number, before), loss=losses[number - 1])
 
     monkeypatch.setattr(Trainer, "_step", scripted_step)
     monkeypatch.setattr(
