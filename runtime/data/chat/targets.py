@@ -10,8 +10,10 @@ earlier messages differently when a conversation continues.
 
 from __future__ import annotations
 
+import json
 import re
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,11 +24,12 @@ import numpy as np
 from megatrain.runtime.data.chat import tool_calls
 from megatrain.runtime.data.chat.chat_template import THOUGHTS, UNSHOWN, ChatTemplate, Undetermined
 from megatrain.runtime.data.chat.marks import Rendering, TextSpan
-from megatrain.runtime.data.columns import Conversation
+from megatrain.runtime.data.columns import ROLES, Conversation
 from megatrain.runtime.data.documents import TARGET
 from megatrain.runtime.data.long_text import LongText, Piece
 from megatrain.runtime.data.options import Loss
 from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.units import counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -74,6 +77,8 @@ class Chat:
         """Template and its arguments -> its generation prompt, if this is always the same."""
         self._writing: set[str] = set()
         """Templates that are known to write the text of answers."""
+        self._writing_roles: set[tuple[str, str]] = set()
+        """Templates and roles other than the assistant, whose texts they are known to write."""
         try:
             self.marked = bool(_MARKER.search(tokenizer.get_chat_template()))
             """Whether the template marks the text that the model generates."""
@@ -96,6 +101,9 @@ class Chat:
             or r"(?!)"
         )
         self._without_tools = self._without_thought = self._with_stop = 0
+        self._without_text = Counter[str]()
+        """Role -> number of conversations of which the template leaves out a message of the role.
+        """
         if not tokenizer.is_fast:
             raise UserError(
                 f"tokenizer {where}",
@@ -140,6 +148,12 @@ class Chat:
             lines.append(
                 f"the template does not write the tools of {self._without_tools:,} conversations"
             )
+        lines += [
+            f"the chat template does not write the {role} message of"
+            f" {counted(self._without_text[role], 'conversation')}"
+            for role in ROLES
+            if self._without_text[role]
+        ]
         return lines
 
     # ---- one conversation ----
@@ -435,7 +449,10 @@ class Chat:
         return stop.group() if stop else ""
 
     def _count_omissions(self, conversation: Conversation, text: str) -> None:
-        """Counts conversations whose rendered `text` lacks tools or reasoning, for `remarks`."""
+        """Counts conversations whose rendered `text` lacks messages, tools or reasoning, for
+        `remarks`.
+        """
+        self._without_text.update(self._unwritten_roles(conversation, text))
         names = [str(tool_calls.function(tool).get("name")) for tool in conversation.tools or ()]
         self._without_tools += bool(names) and not any(name in text for name in names)
         message = next(
@@ -447,12 +464,58 @@ class Chat:
             isinstance(thought, str) and thought.strip() not in text for thought in thoughts
         )
 
+    def _unwritten_roles(self, conversation: Conversation, text: str) -> set[str]:
+        """Returns the roles with a message whose text the template leaves out of `text`.
+
+        The assistant is not among them: other checks are made for its messages. A text that is
+        not found may be escaped or changed, and one that is found may be that of another message,
+        such as an answer that repeats the result of a tool. So the conversation is rendered again
+        with words in place of the texts. This is only done for texts that are not found, and for
+        roles whose texts the template is not yet known to write.
+        """
+        messages = conversation.messages
+        source = self._tokenizer.get_chat_template(tools=conversation.tools)
+        words = {
+            number: f"qx{number}xq"
+            for number, message in enumerate(messages)
+            if message["role"] != "assistant"
+            and isinstance(content := message.get("content"), str)
+            and content.strip()
+            and ((source, message["role"]) not in self._writing_roles or not _has(text, content))
+        }
+        if not words:
+            return set()
+        changed = [
+            {**message, "content": words[number]} if number in words else message
+            for number, message in enumerate(messages)
+        ]
+        # The form of calls that the template takes is not known here.
+        for form in (tool_calls.with_objects, tool_calls.with_texts):
+            try:
+                rendered = self._template.render(conversation, form(changed)).lower()
+            except (Undetermined, ValueError):
+                continue
+            roles = {messages[number]["role"] for number, word in words.items() if word in rendered}
+            self._writing_roles |= {(source, role) for role in roles}
+            return {
+                messages[number]["role"] for number, word in words.items() if word not in rendered
+            }
+        return set()  # the template refuses the words
+
 
 def _shared(one: str, other: str) -> int:
     """Returns the length of the common prefix of two strings."""
     return next(
         (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
         min(len(one), len(other)),
+    )
+
+
+def _has(text: str, content: str) -> bool:
+    """Returns whether `text` has `content`, as it is or as JSON, without the white space around."""
+    stripped = content.strip()
+    return stripped in text or any(
+        json.dumps(stripped, ensure_ascii=ascii_only)[1:-1] in text for ascii_only in (False, True)
     )
 
 

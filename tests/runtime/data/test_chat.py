@@ -129,6 +129,20 @@ TEMPLATES = {
         + BODY
         + PROMPT
     ),
+    "user and assistant": (
+        "{% for m in messages %}{% if m.role in ('user', 'assistant') %}<|im_start|>{{ m.role }}\n"
+        "{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}" + PROMPT
+    ),
+    # The system message must be the first.
+    "first system": (
+        "{% for m in messages %}{% if m.role != 'system' or loop.first %}<|im_start|>{{ m.role }}\n"
+        "{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}" + PROMPT
+    ),
+    # Texts are written, but not as they are.
+    "trimmed": HEAD + BODY.replace("m.content", "m.content | trim") + PROMPT,
+    "as JSON": HEAD + BODY.replace("m.content", "m.content | tojson") + PROMPT,
+    "escaped": HEAD + BODY.replace("m.content", "m.content | e") + PROMPT,
+    "title": HEAD + BODY.replace("m.content", "m.content | title") + PROMPT,
     # The text is collected before it is written.
     "collected": "{% set text %}" + HEAD + BODY + "{% endset %}{{ text }}" + PROMPT,
     "collected, changed": (
@@ -492,6 +506,100 @@ def test_a_remark_names_what_a_template_leaves_out(
     assert chat.remarks() == []
     chat.encode([conversation])
     assert remark in chat.remarks()
+
+
+def remarks_on(folder: Path, template: str, *conversations: Conversation) -> list[str]:
+    """Returns the remarks after `conversations`, none of which may be refused."""
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer is not None
+    tokenizer.chat_template = TEMPLATES[template]
+    chat = Chat(tokenizer, "assistant", "the model")
+    assert not [found for found in chat.encode(list(conversations)) if isinstance(found, str)]
+    return chat.remarks()
+
+
+def unwritten(role: str, conversations: str) -> str:
+    return f"the chat template does not write the {role} message of {conversations}"
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "tool"])
+def test_a_remark_names_the_role_of_a_text_that_the_template_leaves_out(
+    tokenizer_folder: Folder, role: str
+) -> None:
+    dropped = Conversation(messages=[{"role": role, "content": "dropped"}, *FOUR[:2]])
+    kept = Conversation(messages=[user("hello"), answer("world")])
+    found = remarks_on(tokenizer_folder(), "user and assistant", kept, dropped, kept)
+    assert unwritten(role, "1 conversation") in found
+    found = remarks_on(tokenizer_folder(), "user and assistant", *[dropped] * 3)
+    assert unwritten(role, "3 conversations") in found
+    assert not [line for line in remarks_on(tokenizer_folder(), "plain", dropped) if role in line]
+
+
+def test_an_answer_that_repeats_the_result_of_a_tool_does_not_hide_that_it_is_left_out(
+    tokenizer_folder: Folder,
+) -> None:
+    messages = [user("hello"), {"role": "tool", "content": "one"}, answer("one"), user("you")]
+    assert remarks_on(
+        tokenizer_folder(), "user and assistant", *[Conversation(messages=messages)] * 2
+    ) == [unwritten("tool", "2 conversations")]
+
+
+def test_each_role_whose_text_is_left_out_is_named_once_for_a_conversation(
+    tokenizer_folder: Folder,
+) -> None:
+    four = [
+        {"role": role, "content": text}
+        for role, text in (("system", "S"), ("tool", "T"), ("developer", "D"), ("tool", "U"))
+    ]
+    messages = Conversation(messages=[*four, user("hello"), answer("world")])
+    assert remarks_on(tokenizer_folder(), "user and assistant", messages) == [
+        unwritten(role, "1 conversation") for role in ("system", "developer", "tool")
+    ]
+
+
+def test_a_later_text_of_a_role_may_be_left_out(tokenizer_folder: Folder) -> None:
+    system = [{"role": "system", "content": text} for text in ("one", "other")]
+    turns = [user("hello"), answer("world")]
+    first = Conversation(messages=[*system[:1], *turns])
+    later = Conversation(messages=[*system[:1], *turns, *system[1:], *turns])
+    assert remarks_on(tokenizer_folder(), "first system", first) == []
+    assert remarks_on(tokenizer_folder(), "first system", first, later) == [
+        unwritten("system", "1 conversation")
+    ]
+
+
+@pytest.mark.parametrize("text", ["", " \n", " one\n", 'a\n"b" <c> & é \\', '{"a": "b"}'])
+@pytest.mark.parametrize(
+    "template", ["plain", "trimmed", "as JSON", "escaped", "upper", "title", "collected"]
+)
+def test_a_text_that_the_template_writes_in_another_way_is_not_left_out(
+    tokenizer_folder: Folder, template: str, text: str
+) -> None:
+    others = [{"role": role, "content": text} for role in ("system", "developer", "user", "tool")]
+    messages = Conversation(messages=[*others, answer("world")])
+    assert remarks_on(tokenizer_folder(), template, messages) == []
+
+
+def test_calls_in_the_form_that_the_template_takes_do_not_hide_a_text_that_is_left_out(
+    tokenizer_folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This template raises an error for arguments that are an object."""
+    monkeypatch.setitem(
+        TEMPLATES,
+        "concatenated",
+        HEAD
+        + "{% for c in m.tool_calls %}{{ c.function.name + '=' + c.function.arguments }}{% endfor"
+        " %}{% if m.role != 'tool' %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}" + PROMPT,
+    )
+    messages = [
+        user("hello"),
+        answer("", tool_calls=called({"a": "b"})),
+        {"role": "tool", "content": "dropped"},
+        answer("world"),
+    ]
+    assert remarks_on(tokenizer_folder(), "concatenated", Conversation(messages=messages)) == [
+        unwritten("tool", "1 conversation")
+    ]
 
 
 @pytest.mark.parametrize("template", ["plain", "marked"])

@@ -67,6 +67,24 @@ def copy_with(folder: Path, to: Path, template: Callable[[str], str]) -> Path:
     return to
 
 
+def test_a_run_names_the_messages_that_its_chat_template_does_not_write_also_from_the_cache(
+    said: Callable[..., list[str]], jsonl: Folder, tokenizer_folder: Folder, tmp_path: Path
+) -> None:
+    folder = copy_with(
+        tokenizer_folder("marked"),
+        tmp_path / "no_developer",
+        lambda text: text.replace(
+            "for m in messages", "for m in messages if m.role != 'developer'"
+        ),
+    )
+    developed = {"messages": [{"role": "developer", "content": "one"}, *CHAT["messages"]]}
+    rows = jsonl([CHAT, *[developed] * 3])
+    for _ in range(2):
+        notes = "\n".join(said(rows, folder))
+        assert notes.count("does not write") == 1
+        assert "the chat template does not write the developer message of 3 conversations" in notes
+
+
 def test_each_remark_is_made_where_it_applies(
     said: Callable[..., list[str]], jsonl: Folder, tokenizer_folder: Folder, tmp_path: Path
 ) -> None:

@@ -58,6 +58,13 @@ NULL_CALLS = ("deepseek_r1_distill",)
 """templates that write tool calls only if `content` is null; transformers drops keys that
 are null"""
 
+NO_TOOL_MESSAGES = ("cohere2", "phi3", "phi3_5")
+"""templates that leave out messages of tools"""
+NO_DEVELOPER = (
+    *("cohere2", "deepseek_r1_distill", "deepseekv3", "glm4moe", "muse_glimmer", "phi3", "phi3_5"),
+    *("qwen2_5", "qwen3", "qwen3_instruct_2507"),
+)
+"""templates that leave out messages of the developer"""
 NO_ENDS = ("glm4moe",)
 """templates without a token at the end of a turn: the token that would begin the next message
 follows the last turn, as in the training variant"""
@@ -227,6 +234,33 @@ def test_arguments_as_json_text_are_those_of_an_object(name: str) -> None:
     )
     assert with_texts(conversation) != conversation
     assert list(of_object) == list(of_text)
+
+
+@pytest.mark.parametrize("text", ["be brief", ' {"celsius": "31"}\n', 'a\n\n"b" <c> & é \\ '])
+@pytest.mark.parametrize("role", ["system", "developer", "tool"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_remark_names_a_role_only_if_the_template_leaves_out_its_text(
+    name: str, role: str, text: str
+) -> None:
+    message = {"role": role, "content": text}
+    messages = [message, user("hi"), answer("hello")]
+    if role == "tool":
+        called = [answer("", tool_calls=calls({"city": "Paris"}))]
+        called = [] if name in NO_CALLS + NULL_CALLS else called
+        messages = [user("hi"), *called, message, answer(text), user("more"), answer("yes")]
+    left_out = (role == "tool" and name in NO_TOOL_MESSAGES) or (
+        role == "developer" and name in NO_DEVELOPER
+    )
+    chat = Chat(tokenizer_of((FOLDER / f"{name}.jinja").read_text()), "assistant", name)
+    (found,) = chat.encode([Conversation(messages=messages)])
+    if isinstance(found, str):
+        assert found.startswith("the chat template reports")
+        assert not left_out
+    assert [line for line in chat.remarks() if "does not write" in line] == (
+        [f"the chat template does not write the {role} message of 1 conversation"]
+        if left_out
+        else []
+    )
 
 
 @pytest.mark.parametrize("kind", ["one turn", "two turns"])
