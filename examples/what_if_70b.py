@@ -2,7 +2,7 @@
 
     python examples/what_if_70b.py
 
-It needs no GPU and does not import PyTorch. It takes about a minute.
+It needs no GPU and does not import PyTorch. It takes a few seconds.
 """
 
 from __future__ import annotations

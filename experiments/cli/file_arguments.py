@@ -120,8 +120,9 @@ def hardware_of(plan_path: Path, name: str) -> HardwareSpec:
         )
 
 
-def check_writable(path: Path) -> None:
-    """Raises UserError if `path`, a file or a new folder, cannot be written.
+def check_writable(path: Path, like: str = "NAME") -> None:
+    """Raises UserError if `path`, a file or a new folder, cannot be written. `like` is an example
+    of the file's name.
 
     Commands check this before their long work, not after it.
     """
@@ -140,7 +141,7 @@ def check_writable(path: Path) -> None:
             str(path),
             found="a folder",
             allowed="a file to write",
-            fix=f"name a file in it, like {path / 'NAME.toml'}",
+            fix=f"name a file in it, like {path / like}",
         )
     try:
         # Checking permissions is not enough: root has them in /proc and on a full disk.
@@ -154,20 +155,21 @@ def check_writable(path: Path) -> None:
         ) from None
 
 
-PLAN_FILE = "plan", rb"(?m)^policy\s*="
-TRACE_FILE = "trace", rb'"traceEvents"'
-PAGE_FILE = "web page", rb"(?i)<!doctype html"
-PICTURE_FILE = "picture", rb"^\x89PNG"
-"""What a command writes, and a pattern that the beginning of such a file contains."""
+PLAN_FILE = "plan", "NAME.toml", rb"(?m)^policy\s*="
+TRACE_FILE = "trace", "NAME.json", rb'"traceEvents"'
+PAGE_FILE = "web page", "NAME.html", rb"(?i)<!doctype html"
+PICTURE_FILE = "picture", "NAME.png", rb"^\x89PNG"
+"""What a command writes, an example of the file's name, and a pattern that the beginning of such a
+file contains."""
 _BEGINNING_BYTES = 4096
 
 
-def check_replaceable(path: Path, kind: tuple[str, bytes]) -> None:
+def check_replaceable(path: Path, kind: tuple[str, str, bytes]) -> None:
     """Raises UserError if the file `path` cannot be written, or if it exists and is another kind of
     file, which would be lost. `kind` is one of the constants above.
     """
-    check_writable(path)
-    name, pattern = kind
+    name, like, pattern = kind
+    check_writable(path, like)
     try:
         with path.open("rb") as file:
             beginning = file.read(_BEGINNING_BYTES)
@@ -187,7 +189,7 @@ def check_new_file(path: Path, option: str) -> None:
 
     It is for measurements, which nothing can restore.
     """
-    check_writable(path)
+    check_writable(path, "NAME.toml")
     if os.path.lexists(path):
         raise UserError(
             str(path),

@@ -194,6 +194,42 @@ def real(name: str, least: float = 0.0) -> Callable[[str], int | float]:
     return lambda text: number(float, least, text, name)
 
 
+def readable(where: str, read: Callable[[], str]) -> str:
+    """Returns the text that `read` returns.
+
+    Raises UserError, which names `where`, if the text has bytes that are not UTF-8. Python either
+    refuses to decode such bytes, or represents them by characters that cannot be encoded.
+    """
+    try:
+        text = read()
+        text.encode()
+    except (UnicodeDecodeError, UnicodeEncodeError) as error:
+        around = error.object[max(error.start - 20, 0) : error.end]
+        raise UserError(
+            where,
+            found=f"bytes that are not UTF-8, {around!a}",
+            allowed="text in UTF-8",
+            fix="write it in UTF-8, in a terminal or a shell whose locale is UTF-8, like C.UTF-8",
+        ) from None
+    return text
+
+
+def text(name: str, example: str) -> Callable[[str], str]:
+    """Returns a function that reads a text that is not empty. It is the `type` of an argument.
+
+    Its UserError names the option `name`, and shows it with the text `example`.
+    """
+
+    def read(given: str) -> str:
+        if not given:
+            raise UserError(
+                name, found="no text", allowed="a text", fix=f'write {name} "{example}"'
+            )
+        return readable(name, lambda: given)
+
+    return read
+
+
 def size(name: str) -> Callable[[str], int]:
     """Returns an argparse type for a size in bytes, written like 24GiB."""
     return lambda text: parse_bytes(text, name)

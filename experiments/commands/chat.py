@@ -29,7 +29,12 @@ def describe(parser: argparse.ArgumentParser) -> None:
         help="a folder written by `megatrain train` or `megatrain export`, or another Hugging Face"
         " folder",
     )
-    parser.add_argument("--prompt", metavar="TEXT", help="print one answer to TEXT, and end")
+    parser.add_argument(
+        "--prompt",
+        type=options.text("--prompt", "Hello"),
+        metavar="TEXT",
+        help="print one answer to TEXT, and end",
+    )
     parser.add_argument(
         "--max-tokens",
         type=options.whole("--max-tokens"),
@@ -61,13 +66,11 @@ def run(args: argparse.Namespace) -> int:
     folder = _model_folder(args.model)
     needed = generation.weight_bytes(folder)
     prompt = args.prompt
-    if prompt is not None and not prompt:
-        raise UserError("--prompt", found="no text", allowed="a text", fix='write --prompt "Hello"')
     options.refuse_missing_gpu(args)
     if args.device == "cpu":
         generation.refuse_larger_than_host(folder, needed)
     if prompt is None and not sys.stdin.isatty():
-        prompt = sys.stdin.read().strip()
+        prompt = options.readable("standard input", sys.stdin.read).strip()
         if not prompt:
             raise UserError(
                 "standard input",
@@ -99,10 +102,13 @@ def _talk(conversation: ChatSession) -> int:
     print("/quit ends, /new begins a new conversation, Ctrl-C ends an answer")
     while True:
         try:
-            line = input("> ").strip()
+            line = options.readable("the prompt", lambda: input("> ")).strip()
         except EOFError:
             print()
             return 0
+        except UserError as error:
+            print(error)
+            continue
         if line == "/quit":
             return 0
         if line == "/new":

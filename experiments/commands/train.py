@@ -48,13 +48,6 @@ def _rate(text: str) -> float:
         ) from None
 
 
-def _question(text: str) -> str:
-    """Returns `text`. Raises UserError if it is empty. This is the `type` of an argument."""
-    if text:
-        return text
-    raise UserError("--ask", found="no text", allowed="a text", fix='write --ask "Who are you?"')
-
-
 OPTIONS: dict[str, dict[str, Any]] = {
     "training.steps": {"type": options.whole("--steps"), "metavar": "N"},
     "training.epochs": {"type": options.real("--epochs", 1e-6)},
@@ -81,7 +74,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "data.evaluation_split": {"metavar": "NAME"},
     "data.cache": {"metavar": "FOLDER"},
     "evaluation.every_steps": {"type": options.whole("--evaluate-every", 0)},
-    "evaluation.ask": {"type": _question, "action": "append", "metavar": "TEXT"},
+    "evaluation.ask": {
+        "type": options.text("--ask", "Who are you?"),
+        "action": "append",
+        "metavar": "TEXT",
+    },
     "saving.every_steps": {"type": options.whole("--save-every", 0)},
     "saving.every_minutes": {"type": options.real("--save-every-minutes")},
     "saving.export": {"action": "store_false"},

@@ -20,8 +20,10 @@ from megatrain.simulator.base.units import format_bytes, format_seconds
 from megatrain.simulator.compare.error_table import align, signed_percent
 from megatrain.simulator.schedule.plan import Plan
 
-_LEFT_OUT = {"data.data", "data.cache", "data.evaluation_data", "evaluation.ask", "logging.name"}
+_LEFT_OUT = {"data.cache", "evaluation.ask", "logging.name"}
 """Settings that are not compared: places, questions, and names of runs."""
+_DATA, _EVALUATION_DATA = "data.data", "data.evaluation_data"
+"""Settings that name data. They differ if the data differs, wherever it is stored."""
 
 
 class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,7 +100,7 @@ def read_runs(folders: Sequence[Path]) -> tuple[RunsCompared, list[NamedRun]]:
         runs=[_summary(folder, record, last_steps, common) for folder, record in pairs],
         last_steps=last_steps,
         common_step=common,
-        settings=_differences([_settings(folder) for folder in folders]),
+        settings=_differences(_with_data(folders, [_settings(folder) for folder in folders])),
     )
     names = _short_names([str(folder) for folder in folders])
     return compared, [NamedRun(*pair) for pair in zip(names, records, strict=True)]
@@ -174,6 +176,35 @@ def _settings(folder: Path) -> dict[str, str]:
     return flat
 
 
+def _with_data(folders: Sequence[Path], settings: Sequence[dict[str, str]]) -> list[dict[str, str]]:
+    """Returns the settings of the runs in `folders`, in which the names of data are the same if the
+    data is the same, and different if the data differs.
+
+    If it is not known whether the data differs, the names stay as they are.
+    """
+    summaries = [read_summaries(folder) for folder in folders]
+    found = [dict(run) for run in settings]
+    for key, kind in ((_DATA, "training"), (_EVALUATION_DATA, "evaluation")):
+        # Without a name of its own, evaluation data is a part or a split of the training data.
+        names = [
+            run.get(key) or (run.get(_DATA, "-") if kind in summary else "-")
+            for run, summary in zip(settings, summaries, strict=True)
+        ]
+        datas = [summary[kind].same_data for summary in summaries if kind in summary]
+        if len(datas) == len(names) and all(digest for digest, _ in datas):
+            different = len(set(datas))
+            if different == 1:
+                names = names[:1] * len(names)
+            elif not different == len(set(names)) == len(set(zip(names, datas, strict=True))):
+                names = [
+                    f"{name} ({digest}, {documents:,} documents)"
+                    for name, (digest, documents) in zip(names, datas, strict=True)
+                ]
+        for run, name in zip(found, names, strict=True):
+            run[key] = name
+    return found
+
+
 def _differences(settings: Sequence[dict[str, str]]) -> dict[str, list[str]]:
     """Returns `RunsCompared.settings` from the settings of each run."""
     keys = dict.fromkeys(key for run in settings for key in run if key not in _LEFT_OUT)
@@ -198,6 +229,8 @@ def format_runs(compared: RunsCompared, names: Sequence[str], width: int = 80) -
     """
     runs, last = compared.runs, compared.last_steps
     two = len(runs) == 2
+    evaluated = [run for run in runs if run.evaluation_loss is not None]
+    evaluated_alike = _EVALUATION_DATA not in compared.settings
 
     def row(
         name: str, field: str, shown: Callable[[Any], str], *, change: bool = True
@@ -232,8 +265,8 @@ def format_runs(compared: RunsCompared, names: Sequence[str], width: int = 80) -
             if some_are_longer
             else []
         ),
-        row("evaluation loss, last", "evaluation_loss", _loss),
-        row("evaluation loss, best", "best_evaluation_loss", _loss),
+        row("evaluation loss, last", "evaluation_loss", _loss, change=evaluated_alike),
+        row("evaluation loss, best", "best_evaluation_loss", _loss, change=evaluated_alike),
         row("tokens/s", "tokens_per_second", "{:,.1f}".format),
         *(
             [row("tokens/s without padding", "text_tokens_per_second", "{:,.1f}".format)]
@@ -252,6 +285,9 @@ def format_runs(compared: RunsCompared, names: Sequence[str], width: int = 80) -
     if compared.settings:
         settings = [[key, *values] for key, values in compared.settings.items()]
         lines += ["", *align([["settings that differ", *names], *settings])]
+    if len(evaluated) > 1 and not evaluated_alike:
+        said = "Evaluation losses on different evaluation data are not comparable."
+        lines += ["", *textwrap.wrap(said, width)]
     return "\n".join(line.rstrip() for line in lines)
 
 

@@ -27,6 +27,7 @@ function change(changes, delay = 0) {
   at("answer").setAttribute("aria-busy", "true");
   at("answer").classList.add("stale");  // what is shown answers another question
   for (const id of ["copy-command", "download"]) at(id).disabled = true;  // until they are right
+  turn += 1;  // an answer that arrives before `refresh` is one to another question, too
   clearTimeout(waiting);
   waiting = setTimeout(refresh, delay);
 }
@@ -97,12 +98,11 @@ function show(first) {
   history.replaceState(null, "", `?${queryOf(state)}`);
   at("error").hidden = true;
   at("answer").hidden = at("keep").hidden = false;
-  at("copy-command").disabled = false;
   at("answer").setAttribute("aria-busy", "false");
+  showCommand();
   showTrying(first);
   showVerdict(first, parseCount(state.tokens));
   showTimeline(first.timeline);
-  showCommand();
   fill();
 }
 
@@ -111,7 +111,14 @@ function canTry([key, value]) {
   return !library.grid && [...ASKED, "tokens"].includes(key) && key !== "config" && value !== "";
 }
 
+/** Shows the command, or a mistake in the tokens, which the command would lack. */
 function showCommand() {
+  const mistake = mistakeOf(state.tokens);
+  at("tokens-error").textContent = mistake;
+  at("tokens-error").hidden = !mistake;
+  at("tokens").setAttribute("aria-invalid", String(Boolean(mistake)));
+  at("copy-command").disabled = Boolean(mistake)
+    || at("answer").getAttribute("aria-busy") === "true";
   const tokens = parseCount(state.tokens) ? ` --tokens ${state.tokens.replace(/\s/g, "")}` : "";
   const words = answer ? (answer.command + tokens).split(/ (?=--)/) : [];
   at("command").replaceChildren(...words.flatMap((textContent, place) =>
@@ -244,7 +251,7 @@ function setUp() {
     at(id).addEventListener("change", () => change({ [id]: at(id).value }));
   }
   at("tokens").addEventListener("input", () => {
-    Object.assign(state, { tokens: at("tokens").value.trim() });
+    Object.assign(state, { tokens: ungrouped(at("tokens").value.trim()) });
     history.replaceState(null, "", `?${queryOf(state)}`);
     if (answer) showVerdict(answer, parseCount(state.tokens));
     showCommand();
@@ -255,8 +262,8 @@ function setUp() {
       at("paste").open = true;
       at("model").value = "";
       change({ config: text, model: "" });
-    } else if (text && (text !== state.model || state.config)) {
-      change({ model: text, config: "" }, delay);
+    } else if (text ? text !== state.model || state.config : state.model) {
+      change({ model: text, config: text ? "" : state.config }, delay);
     }
   };
   at("model").addEventListener("input", () => {
@@ -267,7 +274,7 @@ function setUp() {
   at("model").addEventListener("change", () => nameModel(0));
   at("config").addEventListener("input", () => {
     const config = at("config").value.trim();
-    if (config) change({ config, model: "" }, TYPING);
+    if (config || state.config) change({ config, model: "" }, TYPING);
   });
   at("ask").addEventListener("submit", (event) => event.preventDefault());
   at("copy-command").addEventListener("click", () => copy(at("command").textContent));

@@ -33,11 +33,23 @@ function questionOf(state) {
   return Object.fromEntries(ASKED.map((key) => [key, state[key]]));
 }
 
-/** Returns the number that a text such as 1.5M means, or null. */
+/** Returns the number that a text such as 1.5M means, or null. The command accepts the same. */
 function parseCount(text) {
   const match = /^\s*(\d+(?:\.\d+)?)\s*([kMGBT]?)\s*$/.exec(text);
   const units = { "": 1, k: 1e3, M: 1e6, G: 1e9, B: 1e9, T: 1e12 };
-  return match && Number(match[1]) > 0 ? Math.round(Number(match[1]) * units[match[2]]) : null;
+  const count = match ? Math.round(Number(match[1]) * units[match[2]]) : 0;
+  return 0 < count && count < 2 ** 60 ? count : null;
+}
+
+/** Returns a number without the commas between its groups of three digits. */
+function ungrouped(text) {
+  return /^\d{1,3}(,\d{3})+(?![\d,])/.test(text) ? text.replace(/,/g, "") : text;
+}
+
+/** Returns what is wrong with a number of tokens, or an empty text. */
+function mistakeOf(tokens) {
+  return !tokens || parseCount(tokens) ? "" : `tokens: found '${tokens}'; allowed: a positive ` +
+    "number with k, M, B or T; fix: write it like 1B";
 }
 
 /** Returns the index of the stop whose ratio to a value is nearest to 1. */

@@ -46,6 +46,15 @@ class DataSummary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Number of rows of `sequence` tokens into which the documents are packed."""
     padding: float
     """Share of padding in the packed rows, from 0 to 1."""
+    digest: str = ""
+    """`Corpus.digest`. Empty if the run is older than this field."""
+
+    @property
+    def same_data(self) -> tuple[str, int]:
+        """A value that two summaries share if their documents are the same: the digest, and the
+        number of documents, because the digest does not depend on the choice of documents.
+        """
+        return self.digest, self.documents + self.left_out
 
 
 def read_summaries(run: Path) -> dict[str, DataSummary]:
@@ -81,4 +90,5 @@ def summarize_data(
         sequence=sequence,
         packed_rows=corpus.rows,
         padding=corpus.padding,
+        digest=corpus.digest,
     )

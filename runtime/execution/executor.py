@@ -247,6 +247,11 @@ class Executor:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called. The weights are then no longer in memory."""
+        return self._closed
+
     def close(self) -> None:
         """Ends the threads of the lanes and frees all memory."""
         if self._closed:

@@ -14,6 +14,11 @@ from megatrain.simulator.base.errors import Interrupted
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """The signals that are recorded."""
+_CONTINUE = (
+    'to continue, call `fit` of a new Trainer with the same arguments and resume="newest", or with'
+    ' resume="scratch" if its run folder has no checkpoint'
+)
+"""The end of the message for the user."""
 
 
 class Interruption:
@@ -50,9 +55,17 @@ class Interruption:
         It contains the exit status: 130 after Ctrl-C and 143 after SIGTERM.
         """
         assert self._signal is not None, "no signal has come"
-        return Interrupted(self._signal)
+        return Interrupted(
+            self._signal,
+            f"{signal.Signals(self._signal).name} ended the training after the current step;"
+            f" {_CONTINUE}",
+        )
 
     def _record(self, number: int, _: FrameType | None) -> None:
         if self._signal is not None:
-            raise Interrupted(number)
+            raise Interrupted(
+                number,
+                f"a second signal, {signal.Signals(number).name}, ended the training at once,"
+                f" without a checkpoint of the current step; {_CONTINUE}",
+            )
         self._signal = number

@@ -25,7 +25,7 @@ class Progress(Callback):
     """Prints notes, evaluations, checkpoints, and every few seconds a line for a step.
 
     The first three steps of this process, the last step, and every step with a checksum are always
-    printed.
+    printed. If a callback stopped the training early, its reason is printed at the end.
     """
 
     def __init__(
@@ -39,6 +39,7 @@ class Progress(Callback):
         """
         self._every_seconds, self._write = every_seconds, write or _print
         self._printed = 0.0
+        self._number, self._left_out = 0, ""
 
     def on_note(self, text: str) -> None:
         self._write(text)
@@ -52,23 +53,37 @@ class Progress(Callback):
     def on_step(self, trainer: TrainingRun, step: Step) -> None:
         steps, now = trainer.config.training.steps, time.monotonic()
         left = self._left.after(step.number, steps)
+        text = f"step {step.number}/{steps}  {'  '.join(phrases(step))}"
+        self._number, self._left_out = step.number, text
         always = step.number == steps or step.number < trainer.first_step + _FIRST_STEPS
         if always or step.checksum is not None or now - self._printed >= self._every_seconds:
-            self._printed = now
-            text = f"step {step.number}/{steps}  {'  '.join(phrases(step))}"
+            self._printed, self._left_out = now, ""
             self._write(f"{text}  {format_duration(left)} left" if left else text)
             if step.checksum is not None:
                 self._write(exact(step))
 
+    def _write_last(self, trainer: TrainingRun) -> None:
+        """Prints the last step if it was not printed, because a later callback made it the last."""
+        if trainer.stopped and trainer.finished and self._left_out:
+            self._write(self._left_out)
+            self._left_out = ""
+
     def on_evaluation(self, trainer: TrainingRun, evaluation: EvaluationResult) -> None:
+        self._write_last(trainer)
         self._write(
             f"step {evaluation.number}  evaluation loss {evaluation.loss:.4f}, perplexity"
             f" {evaluation.perplexity:,.2f}"
         )
 
     def on_save(self, trainer: TrainingRun, number: int) -> None:
+        self._write_last(trainer)
         if trainer.saved_step == number:
             self._write(f"step {number}  checkpoint saved")
+
+    def on_end(self, trainer: TrainingRun, error: BaseException | None) -> None:
+        if error is None and trainer.stopped and self._number < trainer.config.training.steps:
+            self._write_last(trainer)
+            self._write(f"stopped after step {self._number}: {trainer.stopped}")
 
 
 def _print(text: str) -> None:

@@ -49,6 +49,8 @@ class TrainingRun(abc.ABC):
     restored or the plan was switched."""
     finished: bool
     """Whether no further step will be done."""
+    _stopped: str = ""
+    """The reason that `stop` was called with. Empty until then."""
     saved_step: int | None
     """The number of the step after which the newest checkpoint was saved, or None if this training
     has saved none."""
@@ -66,15 +68,21 @@ class TrainingRun(abc.ABC):
         return median_timeline(self.timelines)
 
     @property
+    def stopped(self) -> str:
+        """The reason if a callback stopped the training early, otherwise empty."""
+        return self._stopped
+
+    @property
     def state(self) -> ModelState:
         """The weights and moments, with all updates so far applied.
 
         Available only while `fit` runs. Raises UserError before and after.
         """
-        if not hasattr(self, "executor"):
+        begun = hasattr(self, "executor")
+        if not begun or self.executor.closed:
             raise UserError(
                 "training: state",
-                found="a training that has not begun",
+                found=f"a training that has {'ended' if begun else 'not begun'}",
                 allowed="reading it while `fit` runs",
                 fix="read it in a callback, or read the exported model afterwards",
             )

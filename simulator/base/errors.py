@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import signal
 
 
 class UserError(Exception):
@@ -68,9 +69,13 @@ class RunError(RuntimeError):
 
 class Interrupted(KeyboardInterrupt):
     """A signal ended the run. The command prints one line and exits with `status`, which is 128
-    plus the number of the signal.
+    plus the number of the signal. `text` says what happened.
     """
 
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
+    def __init__(self, number: int, text: str = "") -> None:
+        super().__init__(number, text)  # the arguments, so that it can be pickled
         self.status = 128 + number
+        self._text = text or f"{signal.Signals(number).name} ended the program"
+
+    def __str__(self) -> str:
+        return self._text

@@ -649,7 +649,7 @@ def test_a_mistake_gives_a_one_line_error_and_leaves_nothing(
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
 def test_only_a_file_of_the_same_kind_is_replaced(
-    kind: tuple[str, bytes], earlier: bytes, tmp_path: Path
+    kind: tuple[str, str, bytes], earlier: bytes, tmp_path: Path
 ) -> None:
     file = tmp_path / "file"
     file_arguments.check_replaceable(file, kind)
@@ -943,3 +943,19 @@ def test_a_measured_machine_cannot_be_given_more_cores(command: Any) -> None:
     outcome = command("check", "tiny", "--hardware", "hw.toml", "--cores", "64")
     assert outcome.status == 2
     check_line(outcome.err, Mistake((), "64", "16", "calibrate on the other machine"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (file_arguments.PLAN_FILE, "NAME.toml"),
+        (file_arguments.TRACE_FILE, "NAME.json"),
+        (file_arguments.PAGE_FILE, "NAME.html"),
+        (file_arguments.PICTURE_FILE, "NAME.png"),
+    ],
+)
+def test_a_folder_instead_of_a_file_is_refused_with_a_name_that_fits(
+    tmp_path: Path, kind: tuple[str, str, bytes], name: str
+) -> None:
+    with pytest.raises(UserError, match=f"fix: name a file in it, like .*/{name}$"):
+        file_arguments.check_replaceable(tmp_path, kind)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,13 @@ def cells(text: str, name: str) -> list[str]:
     return re.split(r"\s\s+", line.removeprefix(name).strip())
 
 
+def summary(**changes: Any) -> DataSummary:
+    """Returns the summary of two documents."""
+    numbers = {"documents": 2, "left_out": 0, "cut": 0, "cut_tokens": 0, "tokens": 24}
+    rows = {"targets": 24, "sequence": 16, "packed_rows": 2, "padding": 0.0}
+    return DataSummary(**{**numbers, **rows, **changes})
+
+
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     """A list to which every drawn figure is added. Files are written too."""
@@ -83,23 +90,58 @@ def test_the_speed_without_padding_is_a_row_of_its_own(runs: Path, tmp_path: Pat
     folders = [tmp_path / name for name in "ab"]
     for folder, padding in zip(folders, (0.0, 0.25), strict=True):
         shutil.copytree(runs / folder.name / "run", folder)
-        data = DataSummary(
-            documents=2,
-            left_out=0,
-            cut=0,
-            cut_tokens=0,
-            tokens=24,
-            targets=24,
-            sequence=16,
-            packed_rows=2,
-            padding=padding,
-        )
-        write_json(folder / "data.json", {"training": data})
+        write_json(folder / "data.json", {"training": summary(padding=padding)})
     text = format_runs(read_runs(folders)[0], ["a", "b"])
     assert cells(text, "tokens/s") == ["64.0", "80.0", "+25.0 %"]
     assert cells(text, "tokens/s without padding") == ["64.0", "60.0", "-6.2 %"]
     for others in ([folders[0]] * 2, [runs / "a" / "run", runs / "b" / "run"]):
         assert "padding" not in format_runs(read_runs(others)[0], ["a", "b"])
+
+
+@pytest.mark.parametrize(
+    ("names", "digests", "documents", "shown"),
+    [
+        ("ab", "xy", (2, 2), ["a", "b"]),
+        ("aa", "xy", (2, 2), ["a (x, 2 documents)", "a (y, 2 documents)"]),
+        ("aa", "xx", (2, 3), ["a (x, 2 documents)", "a (x, 3 documents)"]),
+        ("ab", "xx", (2, 2), None),  # the same data in another place
+        ("ab", ("", ""), (2, 2), ["a", "b"]),  # older runs
+        ("aa", ("", ""), (2, 2), None),
+    ],
+)
+def test_the_data_of_the_runs_is_compared(
+    runs: Path,
+    tmp_path: Path,
+    names: str,
+    digests: Sequence[str],
+    documents: tuple[int, int],
+    shown: list[str] | None,
+) -> None:
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder, name, digest, count in zip(folders, names, digests, documents, strict=True):
+        shutil.copytree(runs / "a" / "run", folder)
+        data = summary(digest=digest, documents=count)
+        write_json(folder / "data.json", {"training": data, "evaluation": data})
+        (folder / "config.toml").write_text(f'[data]\ndata = "{name}"\nevaluation_data = ""\n')
+    compared, _ = read_runs(folders)
+    text = format_runs(compared, ["one", "two"])
+    line = "\nEvaluation losses on different evaluation data are not comparable."
+    assert text.endswith(line) == (shown is not None)
+    assert len(cells(text, "evaluation loss, last")) == (3 if shown is None else 2)
+    for key in ("data.data", "data.evaluation_data"):
+        assert compared.settings.get(key) == shown
+
+
+def test_evaluation_data_of_its_own_is_named(runs: Path, tmp_path: Path) -> None:
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder, digest in zip(folders, "xy", strict=True):
+        shutil.copytree(runs / "a" / "run", folder)
+        held_out = summary(digest=digest)
+        write_json(folder / "data.json", {"training": summary(digest="z"), "evaluation": held_out})
+        (folder / "config.toml").write_text(
+            f'[data]\ndata = "corpus"\nevaluation_data = "held-{digest}"\n'
+        )
+    assert read_runs(folders)[0].settings == {"data.evaluation_data": ["held-x", "held-y"]}
 
 
 def test_two_runs_are_compared_in_one_table_and_one_picture(
@@ -126,7 +168,7 @@ def test_two_runs_are_compared_in_one_table_and_one_picture(
     assert cells(found.out, "device memory")[2] == "+0.0 %"
     assert cells(found.out, "optimizer.weight_decay") == ["2.0", "1.0"]
     assert "training.steps" not in found.out, "both configs have the same value"
-    assert "a/run.txt" not in found.out, "files may lie elsewhere"
+    assert cells(found.out, "data.data") == ["a/run.txt", "b/run.txt"]
     assert found.out.endswith("wrote comparison.png\n")
     assert [path.name for path in tmp_path.iterdir()] == ["comparison.png"]
     upper, middle, *memory = drawn[0].axes

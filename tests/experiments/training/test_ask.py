@@ -61,6 +61,14 @@ def test_ask_gives_the_answers_of_chat(command: Any) -> None:
     assert "Samples" not in Path("run/report.html").read_text()
 
 
+def test_a_question_that_is_not_utf_8_is_refused_in_one_line(command: Any) -> None:
+    outcome = command(*TRAIN, "--ask", "Caf\udce9?", "--out", "refused")
+    assert outcome.status == 2
+    assert "--ask: found bytes that are not UTF-8, 'Caf\\udce9'; allowed: text" in outcome.err
+    assert "rename" not in outcome.err
+    assert not Path("refused").exists()
+
+
 def test_the_answers_of_an_earlier_model_stay(finished: Path, tmp_path: Path) -> None:
     shutil.copytree(finished, tmp_path / "run")
     given = [

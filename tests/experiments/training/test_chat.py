@@ -105,6 +105,39 @@ def test_standard_input_is_a_prompt_unless_it_is_a_terminal(
     assert "standard input: found no text" in command("chat", talker, *SHORT).err
 
 
+def test_a_prompt_that_is_not_utf_8_is_refused_in_one_line(
+    command: Any, talker: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = command("chat", talker, "--prompt", "Caf\udce9?", *SHORT)
+    assert given.status == 2
+    assert "--prompt: found bytes that are not UTF-8, 'Caf\\udce9'; allowed: text" in given.err
+    for errors in ("strict", "surrogateescape"):  # the latter in the C locale
+        stream = io.TextIOWrapper(io.BytesIO(b"Who\xff are you?"), "utf-8", errors=errors)
+        monkeypatch.setattr("sys.stdin", stream)
+        piped = command("chat", talker, *SHORT)
+        assert piped.status == 2
+        assert "standard input: found bytes that are not UTF-8" in piped.err
+        assert piped.err.count("\n") == 1
+
+
+def test_a_line_that_is_not_utf_8_does_not_end_the_conversation(
+    command: Any, talker: Path, monkeypatch: pytest.MonkeyPatch, prompts: list[str]
+) -> None:
+    """`input` either fails or returns characters that cannot be encoded."""
+    lines = iter([b"Who\xff", "Caf\udce9?", b"how"])
+
+    def next_line(_: str) -> str:
+        line = next(lines, b"/quit")
+        return line if isinstance(line, str) else line.decode()
+
+    monkeypatch.setattr("sys.stdin", Terminal())
+    monkeypatch.setattr("builtins.input", next_line)
+    outcome = command("chat", talker, *SHORT)
+    assert (outcome.status, outcome.err) == (0, "")
+    assert outcome.out.count("the prompt: found bytes that are not UTF-8") == 2
+    assert prompts == [r"<s>user\nhow<e><s>assistant\n"]
+
+
 def test_the_conversation_is_kept_until_new(
     command: Any, talker: Path, typed: Any, prompts: list[str]
 ) -> None:

@@ -299,6 +299,40 @@ def test_a_mistake_gives_a_one_line_error_and_the_next_answer_replaces_it(
     assert error.is_hidden()
 
 
+def test_a_mistake_in_the_tokens_is_shown_and_the_command_is_not_copied(
+    open_page: Callable[..., Page], address: str
+) -> None:
+    page = open_page(f"{address}?{urlencode({**SMALL, 'tokens': 'foo'})}")
+    page.locator("body[data-ready]").wait_for()
+    error = page.locator("#tokens-error")
+    assert error.inner_text().startswith("tokens: found 'foo'; allowed: a positive number")
+    for text in ("1e9", "0", "1,5M", "1,00", "99999999T"):
+        page.fill("#tokens", text)
+        assert f"found '{text}'" in error.inner_text()
+        assert page.locator("#copy-command").is_disabled()
+    for text, option in (("1,000", " --tokens 1000"), ("2B", " --tokens 2B"), ("", "")):
+        page.fill("#tokens", text)
+        assert error.is_hidden()
+        assert page.locator("#copy-command").is_enabled()
+        assert page.inner_text("#command").endswith(f"--seq 256{option}")
+
+
+def test_without_a_model_no_verdict_remains(open_page: Callable[..., Page], address: str) -> None:
+    page = open_page(f"{address}?{urlencode(SMALL)}")
+    page.locator("#speed").wait_for()
+    error = page.locator("#error", has_text="found no name")
+    page.fill("#model", "")
+    page.press("#model", "Enter")
+    error.wait_for()
+    assert page.locator("#answer").is_hidden()
+    page.click("#paste summary")
+    page.fill("#config", library()["qwen2.5-0.5b"].read_text())
+    page.locator("#command", has_text="check config.json").wait_for()
+    page.fill("#config", "")
+    error.wait_for()
+    assert page.locator("#answer").is_hidden()
+
+
 def test_a_pasted_config_is_answered_and_in_the_link(
     open_page: Callable[..., Page], address: str
 ) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import random
 import signal
 import subprocess
@@ -220,7 +221,12 @@ def test_handlers_are_put_back() -> None:
         signal.raise_signal(signal.SIGTERM)
         assert interruption
         assert interruption.error().status == 143
+        first = str(pickle.loads(pickle.dumps(interruption.error())))
+        assert first.startswith("SIGTERM ended the training after the current step; to continue, ")
+        assert 'resume="newest"' in first
         with pytest.raises(Interrupted) as second:
             signal.raise_signal(signal.SIGINT)
         assert second.value.status == 130
+        assert str(second.value).startswith("a second signal, SIGINT, ended the training at once")
+        assert 'resume="newest"' in str(second.value)
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before

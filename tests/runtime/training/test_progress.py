@@ -15,8 +15,9 @@ import pytest
 from megatrain.runtime.checkpoint.checkpoint import CheckpointError
 from megatrain.runtime.checkpoint.folder import Checkpoints
 from megatrain.runtime.training import learning_rate, progress
-from megatrain.runtime.training.callback import Step
+from megatrain.runtime.training.callback import Callback, Step
 from megatrain.runtime.training.progress import Progress, TimeLeft
+from megatrain.runtime.training.training_run import TrainingRun
 from megatrain.simulator.schedule.timeline import Timeline
 
 
@@ -41,6 +42,28 @@ def test_the_first_three_steps_the_last_and_events_between_are_printed(
     assert re.fullmatch(r"step 6  evaluation loss \d\.\d{4}, perplexity [\d.,]+", rest[0])
     assert rest[-1] == "step 8  checkpoint saved"
     assert "learning rate 1e-5, constant, 2 warm-up steps" in printed_lines, "notes are printed too"
+
+
+def test_the_last_step_and_the_reason_of_a_stop_are_printed(place: Path, prepare: Any) -> None:
+    """The callback stops the training after the line of its step could have been printed."""
+
+    class Stop(Callback):
+        def on_step(self, trainer: TrainingRun, step: Step) -> None:
+            if step.number == last:
+                trainer.stop("good enough")
+
+    every = {"saving.every_minutes": 30, "export": False, "steps": 6}
+    for last in (5, 6):
+        printed_lines: list[str] = []
+        printed = Progress(every_seconds=3600, write=printed_lines.append)
+        prepare(place, f"run-{last}", callbacks=[printed, Stop()], **every).fit()
+        if last == 5:
+            step, saved, reason = printed_lines[-3:]
+            assert re.fullmatch(r"step 5/6  loss \d\.\d{4}  lr 1e-3  [\d,]+ tokens/s", step)
+            assert saved == "step 5  checkpoint saved"
+            assert reason == "stopped after step 5: good enough"
+        else:
+            assert not [line for line in printed_lines if "good enough" in line], "not early"
 
 
 def test_every_step_is_printed_if_the_interval_is_zero(place: Path, prepare: Any) -> None:
