@@ -21,6 +21,17 @@ _CONTINUE = (
 """The end of the message for the user."""
 
 
+class InterruptedTraining(Interrupted):
+    """A signal ended a training. `text` says what happened and how to continue."""
+
+    def __init__(self, number: int, text: str) -> None:
+        super().__init__(number)
+        self.args = number, text  # so that it can be pickled
+
+    def __str__(self) -> str:
+        return str(self.args[1])
+
+
 class Interruption:
     """A context manager that records the first signal instead of raising KeyboardInterrupt.
 
@@ -55,7 +66,7 @@ class Interruption:
         It contains the exit status: 130 after Ctrl-C and 143 after SIGTERM.
         """
         assert self._signal is not None, "no signal has come"
-        return Interrupted(
+        return InterruptedTraining(
             self._signal,
             f"{signal.Signals(self._signal).name} ended the training after the current step;"
             f" {_CONTINUE}",
@@ -63,7 +74,7 @@ class Interruption:
 
     def _record(self, number: int, _: FrameType | None) -> None:
         if self._signal is not None:
-            raise Interrupted(
+            raise InterruptedTraining(
                 number,
                 f"a second signal, {signal.Signals(number).name}, ended the training at once,"
                 f" without a checkpoint of the current step; {_CONTINUE}",

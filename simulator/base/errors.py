@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import signal
 
 
 class UserError(Exception):
@@ -69,13 +68,9 @@ class RunError(RuntimeError):
 
 class Interrupted(KeyboardInterrupt):
     """A signal ended the run. The command prints one line and exits with `status`, which is 128
-    plus the number of the signal. `text` says what happened.
+    plus the number of the signal.
     """
 
-    def __init__(self, number: int, text: str = "") -> None:
-        super().__init__(number, text)  # the arguments, so that it can be pickled
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
         self.status = 128 + number
-        self._text = text or f"{signal.Signals(number).name} ended the program"
-
-    def __str__(self) -> str:
-        return self._text
