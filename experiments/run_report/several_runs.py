@@ -16,7 +16,7 @@ from megatrain.runtime.training.learning_rate import format_rate
 from megatrain.runtime.warm_up import WARM_UP_STEPS
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import read_json, read_toml
-from megatrain.simulator.base.units import format_bytes, format_seconds
+from megatrain.simulator.base.units import counted, format_bytes, format_seconds
 from megatrain.simulator.compare.error_table import align, signed_percent
 from megatrain.simulator.schedule.plan import Plan
 
@@ -197,7 +197,7 @@ def _with_data(folders: Sequence[Path], settings: Sequence[dict[str, str]]) -> l
                 names = names[:1] * len(names)
             elif not different == len(set(names)) == len(set(zip(names, datas, strict=True))):
                 names = [
-                    f"{name} ({digest}, {documents:,} documents)"
+                    f"{name} ({digest}, {counted(documents, 'document')})"
                     for name, (digest, documents) in zip(names, datas, strict=True)
                 ]
         for run, name in zip(found, names, strict=True):

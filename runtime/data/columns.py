@@ -151,7 +151,7 @@ def unknown_columns(where: str, found: Collection[str], wanted: Columns) -> User
         if wanted in ("auto", layout.name)
     )
     fix = "rename the columns of a row to those of one layout"
-    if len(found) == 1 and (other := re.search(r"[;|\t,]", next(iter(found)))):
+    if len(found) == 1 and (other := re.search(r"[;|\t,]", min(found))):
         fix = (
             f"separate the columns by commas, or by tabs in a .tsv file, since {other.group()!r} is"
             " probably their separator"

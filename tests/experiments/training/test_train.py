@@ -107,6 +107,22 @@ def test_options_win_over_set_and_set_over_the_file(command: Any) -> None:
 
 
 @pytest.mark.usefixtures("workplace")
+def test_runs_on_data_of_the_same_name_are_told_apart_by_its_content(command: Any) -> None:
+    data = ("--data", "text.txt", "--evaluation-data", "held-out.txt")
+    words = ("--steps", 1, "--device", "cpu", "--no-export")
+    for run, text in (("one", "first"), ("two", "other"), ("three", "first")):
+        Path("text.txt").write_text(f"the {text} text\n" * 20)
+        Path("held-out.txt").write_text(f"the {text} text that is kept\n" * 20)
+        assert command("train", "plan.toml", *data, *words, "--out", run).status == 0
+    found = command("compare", "one", "two")
+    for name in (r"text\.txt", r"held-out\.txt"):
+        named = re.findall(rf"{name} \([\w-]+, 1 document\)", found.out)
+        assert len(set(named)) == len(named) == 2
+    assert "Evaluation losses on different evaluation data are not comparable" in found.out
+    assert ".txt" not in command("compare", "one", "three").out
+
+
+@pytest.mark.usefixtures("workplace")
 def test_a_run_s_config_makes_the_same_run(command: Any) -> None:
     words = ("--device", "cpu", "--no-export", "--out")
     assert (
