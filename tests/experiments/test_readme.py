@@ -9,13 +9,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from pages import COMMANDS, PAGES, blocks, name, read, words
 
 from megatrain.experiments import readers_questions
 from megatrain.experiments.cli import main as cli
-from megatrain.experiments.cli import options
-from megatrain.simulator import ModelSpec, Plan
+from megatrain.simulator import Plan
 
 README, CLI, TRAINING, ANSWERS = "README.md", "docs/cli.md", "docs/training.md", "docs/answers.md"
 REFERENCE = "docs/reference.md"
@@ -85,9 +85,10 @@ def test_the_simulator_s_example_prints_a_verdict(capsys: pytest.CaptureFixture[
     exec(compile(code, CLI, "exec"), names)
     assert capsys.readouterr().out.startswith("True ")
     verdict = names["verdict"]
-    args = cli.parse(["check", "qwen2.5-7b", "--hardware", "h200", "--batch", "32"])
-    workload = options.workload(args, ModelSpec.load(args.model))
-    assert verdict.workload == workload, "the command has another workload"
+    assert cli.main(["check", "qwen2.5-7b", "--hardware", "h200", "--batch", "32", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["workload"] == msgspec.to_builtins(verdict.workload)
+    assert report["step_seconds"] == verdict.step_seconds
 
 
 def test_the_reference_s_example_predicts_the_time_of_its_plan(
