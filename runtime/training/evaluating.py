@@ -68,8 +68,8 @@ def evaluate(
             "evaluation data",
             found=f"{len(parts)} groups of micro-batches, without a position that has a label",
             allowed="at least one label other than -100",
-            fix="return all micro-batches from each call of batches(), not an iterator that is used"
-            " up, and set labels",
+            fix="use data with labels; a method batches() of your own must return all micro-batches"
+            " anew in each call",
         )
     loss = sum(part.loss * part.labelled for part in parts) / tokens
     return EvaluationResult(

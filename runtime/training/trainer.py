@@ -904,7 +904,7 @@ class Trainer(TrainingRun):
                     checkpoints.save(self.executor, run)
                     self.saved_step = run.step
                     said = f"{what} failed; a checkpoint of step {run.step} was written"
-                except CheckpointError as error:
+                except Exception as error:  # the executor may have failed, too
                     said = f"{what} failed, and then no checkpoint could be written: {error}"
                 with contextlib.suppress(UserError, RunError):  # the first error is reported
                     self.note(said)

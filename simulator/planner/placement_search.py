@@ -46,10 +46,10 @@ one with the usual slots. The fastest result is returned.
 With several GPUs, the plans are those of a rank, which owns a part of each layer. Layers on the
 device pass through slots too, and no layer is updated on the host.
 
-If nothing fits, the search starts again with fewer slots. Plans that update all layers on the host
-are then added, with the most slots with which one fits (`_on_host`). If nothing fits with the
-fewest slots, there is no plan, and `nearest_miss` returns the one that exceeds its limits by the
-fewest bytes.
+If no candidate of step 1 or 2 fits, these steps are repeated with fewer slots. Plans that keep no
+state on the device and update all layers on the host are always among the candidates, with the most
+slots with which one fits (`_on_host`). If nothing fits with the fewest slots, there is no plan, and
+`nearest_miss` returns the one that exceeds its limits by the fewest bytes.
 """
 
 from __future__ import annotations

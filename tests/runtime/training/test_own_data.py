@@ -110,6 +110,34 @@ def test_data_that_fails_loses_no_step(
     assert again.evaluation.loss == whole.evaluation.loss
 
 
+def test_the_error_of_an_evaluation_is_reported_even_if_no_checkpoint_can_be_written(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An evaluation may fail because the executor has failed. Then its weights cannot be read."""
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("CUDA error")
+
+    file = place / "plan.toml"
+    drawn = Drawn(Plan.load(file))
+    trainer = Trainer(
+        file,
+        data=drawn,
+        config=config(),
+        evaluation_data=HeldOut(drawn, 1),
+        out=place / "run",
+        device=CPU,
+        progress=False,
+    )
+    notes: list[str] = []
+    monkeypatch.setattr(trainer, "note", notes.append)
+    monkeypatch.setattr(trainer._checkpoints, "save", fails)
+    with pytest.raises(OSError, match="the disk is gone"):
+        trainer.fit()
+    assert trainer.saved_step is None
+    assert "the evaluation failed, and then no checkpoint could be written: CUDA error" in notes
+
+
 @pytest.mark.parametrize("used_up", [False, True])
 def test_an_evaluation_without_labels_is_an_error(place: Path, used_up: bool) -> None:
     """Its loss would be 0, the best of all."""
