@@ -10,8 +10,10 @@ powers of two from 128 to 16,384 and the whole micro-batch:
 2. The time of a chunk is the step time of the plan from which the search of placements would
    continue (`PlacementSearch.first_ns`). It depends on both the time of the head and its memory.
    For policies that do not place state, it is the step time that their search finds.
-3. If no plan fits with the first chunks, begin with the largest chunk below 1,024 tokens with which
-   a plan fits. Micro-batches of at most 1,024 tokens have one chunk if a plan fits with it.
+3. If that leads to less than 1,024 tokens, the whole search is made with this chunk and with the
+   next larger one of at least 1,024 tokens, and the faster one is chosen.
+4. If no plan fits with the first chunks, begin with the largest chunk below 1,024 tokens with which
+   a plan fits.
 
 The calibration of a machine measures the head with some chunks. The times of other chunks are
 derived from these (`costs/calibrated.py`), so another chunk is chosen only if it is faster by 1 %
@@ -42,7 +44,7 @@ from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.assessment import group_sizes, with_knobs
 from megatrain.simulator.planner.capacity import fitting
 from megatrain.simulator.planner.placement_search import PlacementSearch
-from megatrain.simulator.planner.search import plans_of
+from megatrain.simulator.planner.search import fastest, plans_of
 from megatrain.simulator.planner.shared_step import in_groups, least_fitting, of_all, shares
 from megatrain.simulator.planner.slot_search import SlotSearch
 from megatrain.simulator.schedule.plan import Plan
@@ -52,7 +54,7 @@ _TIE = 1.003
 plans are not refined. The smaller chunk is then chosen, since it leaves more memory. On a
 calibrated machine, a chunk that was measured is preferred instead."""
 _CLEARLY = 1.01
-"""Chunks below 1,024 tokens must be faster by this factor, because they were not measured."""
+"""Chunks below 1,024 tokens must be faster by this factor, because whole searches follow."""
 _FIRST = 2048
 _USUAL = (1024, 2048, 4096, 8192, 16384)
 _SMALLER = (512, 256, 128)
@@ -146,13 +148,12 @@ class _ChunkSearch:
         below: list[int] = [chunk for chunk in _USUAL if chunk < work.tokens]
         whole = next((chunk for chunk in _USUAL if chunk >= work.tokens), work.tokens)
         usual: set[int] = {*below, whole, *self._measured}
-        if len(usual) == 1 and self._may_fit(whole):
-            return whole
-        chunks: list[int] = sorted({*(_SMALLER if below else ()), *usual})
+        smaller = [chunk for chunk in _SMALLER if chunk < work.tokens]
+        chunks: list[int] = sorted({*smaller, *usual})
         index = min(bisect.bisect_left(chunks, _FIRST), len(chunks) - 1)
         index = self._best_from(chunks, self._best_from(chunks, index, 1), -1)
         if self._time(chunks[index]) < math.inf:
-            return chunks[index]
+            return self._confirmed(chunks[index], min(usual))
         if not any(map(self._fits, (whole, _SMALLER[-1]))):
             return work.loss_chunk
         for start in range(index, -1, -1):
@@ -166,7 +167,7 @@ class _ChunkSearch:
         """
         while 0 <= index + step < len(chunks):
             limit = self._time(chunks[index])
-            if chunks[index + step] < _USUAL[0]:
+            if chunks[index + step] in _SMALLER:
                 limit /= _CLEARLY
             elif not self._measured:
                 limit *= _TIE if step < 0 else 1 / _TIE
@@ -187,21 +188,26 @@ class _ChunkSearch:
             self._times[chunk] = derived * min(times)
         return self._times[chunk]
 
-    def _may_fit(self, chunk: int) -> bool:
-        """Returns whether the search of placements finds a plan with this chunk, or False if the
-        policy does not place state.
-
-        This takes less time than timing the chunk. If the search shows that no plan fits, the time
-        of the chunk is also stored as infinity, so `_time` need not compare plans.
+    def _confirmed(self, chunk: int, usual: int) -> int:
+        """Returns `chunk`, or the larger chunk `usual` if whole searches do not find a faster plan
+        with `chunk`.
         """
-        plan, costs = self._with_costs(self._fastest[0], chunk)
-        if not policy_library.find(plan.policy).places_state:
-            return False
-        if PlacementSearch(plan, costs).may_fit():
-            return True
-        if len(group_sizes(plan)) == 1:  # larger groups of micro-batches might fit
-            self._times[chunk] = math.inf
-        return False
+        if chunk >= usual or math.isinf(self._time(usual)):
+            return chunk
+        least = self._searched_ns(usual)
+        return chunk if self._searched_ns(chunk, least) < least else usual
+
+    def _searched_ns(self, chunk: int, most_ns: float = math.inf) -> float:
+        """Returns the step time that whole searches find with this chunk in ns. Returns `most_ns`
+        if every plan takes that long or longer.
+        """
+        found = [most_ns]
+        for plan, costs in (self._with_costs(plan, chunk) for plan in self._fastest):
+            if not policy_library.find(plan.policy).places_state:
+                found.append(self._time(chunk))
+            elif best := fastest(_searches(plan, costs), min(found)):
+                found.append(best.step_seconds * 1e9)
+        return min(found)
 
     def _fits(self, chunk: int) -> bool:
         """Returns whether any of the plans that need the least memory fits with this chunk."""
@@ -225,11 +231,21 @@ def _step_ns(plan: Plan, costs: CostModel, limit: float) -> float:
     if not policy_library.find(plan.policy).places_state:
         choice = SlotSearch(plan, costs).best()
         return choice.step_seconds * 1e9 if choice.feasible else math.inf
-    sizes, best = group_sizes(plan), math.inf
-    for size in dict.fromkeys((sizes[0], sizes[-1])):
-        grouped = (
-            with_knobs(plan, micro_batch_group=size) if plan.gpus == 1 else in_groups(plan, size)
-        )
-        search = PlacementSearch(grouped, costs)
+    best = math.inf
+    for search in _searches(plan, costs):
         best = min(best, search.first_ns(min(limit, best)))
     return best
+
+
+def _searches(plan: Plan, costs: CostModel) -> list[PlacementSearch]:
+    """Returns the searches of placements with the smallest and the largest groups of
+    micro-batches.
+    """
+    sizes = group_sizes(plan)
+    return [
+        PlacementSearch(
+            with_knobs(plan, micro_batch_group=size) if plan.gpus == 1 else in_groups(plan, size),
+            costs,
+        )
+        for size in dict.fromkeys((sizes[0], sizes[-1]))
+    ]

@@ -242,14 +242,32 @@ def test_every_split_gets_its_own_chunk() -> None:
     assert found.step_seconds <= given.step_seconds
 
 
-def test_no_times_are_compared_if_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A single chunk is possible, and the search of placements finds no plan with it."""
+@pytest.mark.parametrize(
+    ("model", "machine", "rows", "share", "chunk"),
+    [
+        # A micro-batch of 1,024 tokens fits at once, and its logits leave no memory for state.
+        ("qwen2.5-0.5b", "rtx4090", 1, 0.15, 512),
+        # The first plan with 512 tokens is the faster one, and the best plan has 1,024.
+        ("qwen2.5-1.5b", "a100-40", 8, 0.15, 1024),
+    ],
+)
+def test_a_chunk_below_1024_tokens_is_faster_in_a_whole_search(
+    model: str, machine: str, rows: int, share: float, chunk: int
+) -> None:
+    spec, hardware = ModelSpec.load(model), HardwareSpec.load(machine)
+    work = Workload(batch=rows, sequence=1024, accumulation=4, documents=True)
+    limits = {"device_limit": int(share * hardware.device_bytes), "host_limit": 256 * GIB}
+    seconds = {
+        size: candidates(spec, hardware, with_chunk(work, size), **limits)[0].step_seconds
+        for size in (512, 1024)
+    }
+    assert min(seconds, key=seconds.__getitem__) == chunk
+    assert max(seconds.values()) > 1.01 * min(seconds.values())
+    assert with_loss_chunk(spec, hardware, work, **limits).loss_chunk == chunk
 
-    def compare(*_: object) -> float:
-        raise AssertionError("plans are compared")
 
-    monkeypatch.setattr(PlacementSearch, "first_ns", compare)
+def test_the_chunk_is_kept_if_nothing_fits() -> None:
     model, hardware = ModelSpec.load("qwen2.5-0.5b"), HardwareSpec.load("rtx4090")
-    work = Workload(batch=1, sequence=256)
+    work = Workload(batch=1, sequence=256, loss_chunk=100)
     limits = {"device_limit": 2**28, "host_limit": 2**28}
     assert with_loss_chunk(model, hardware, work, **limits) == work
