@@ -397,12 +397,12 @@ def add_workload(
             " (default), or `8bit`"
         ),
     )
-    planned = "with --plain-packing, the planner chooses; otherwise " if loss_chunk is None else ""
+    otherwise = "the planner chooses" if loss_chunk is None else "PyTorch chooses"
     group.add_argument(
         "--attention",
         choices=get_args(Kernel),
-        help="attention kernel; kernels round differently (default:"
-        f" {planned}the one that PyTorch picks)",
+        help="attention kernel; kernels round differently (default: flash attention if rows hold"
+        f" several documents; with --plain-packing, {otherwise})",
     )
     group.add_argument(
         "--loss-chunk",

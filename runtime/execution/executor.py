@@ -105,9 +105,9 @@ def lane_threads(device: torch.device, gpus: int = 1) -> dict[str, int]:
     `gpus` ranks of this host gets an equal part of the cores.
 
     Without CUDA, one core is left for copies. With CUDA, an eighth of the cores is left for the
-    threads that enqueue work. The CPU optimizer does not need these cores, because it is bound by
-    DRAM. Without free cores it would lose time: an op ends with its slowest thread, so it must wait
-    if another thread takes the core of one of its threads.
+    threads that enqueue work. The CPU optimizer is not slower without these cores, because DRAM
+    limits its speed. If it used all cores, it would share some of them with the enqueueing threads,
+    and an op ends only when its slowest thread ends.
     """
     cores = max(len(os.sched_getaffinity(0)) // gpus, 1)
     busy = cores - cores // 8 if device.type == "cuda" else max(1, cores - 1)

@@ -257,9 +257,9 @@ class Lane:
 class LaneGroup:
     """The lanes of a schedule. They run together.
 
-    One lane runs on the thread that calls `play`, and the others on threads of their own. The
-    threads slept since they enqueued the last step, and on a virtual machine it took 4 ms until
-    they ran again. The calling thread is awake.
+    One lane runs on the thread that calls `play`, and the others on threads of their own. The other
+    threads sleep between steps, and waking one took 4 ms on a virtual machine. The calling thread
+    is already awake, so its lane starts at once.
     """
 
     def __init__(self, lanes: Sequence[Lane], own: str = "") -> None:

@@ -60,9 +60,10 @@ def contenders() -> list[str]:
 
 
 def updating(names: Iterable[str], workload: Workload) -> list[str]:
-    """Returns the policies of `names` that can update with the optimizer of `workload` and store
-    gradients in its format. If there are none, returns all of `names`: lowering them raises an
-    error with the reason.
+    """Returns the policies of `names` that support the optimizer and the gradient format of
+    `workload`.
+
+    If none does, returns all of `names`. `lower` then raises an error that says why.
     """
     chosen = list(names)
     able = [

@@ -1,4 +1,4 @@
-"""ShardedStore: the `ParameterStore` of a plan for several GPUs of one host.
+"""ShardedStore: the `ParameterStore` of a plan for several GPUs, of one host or of several.
 
 Each of the N GPUs has its own process, a rank, and all ranks execute the same schedule. Rank r owns
 part r of each layer: weights, low halves, moments and gradients of 1/N of its elements
