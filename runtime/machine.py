@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import platform
+import warnings
 
 import psutil
 import torch
@@ -49,14 +50,18 @@ def default_device() -> torch.device:
             " one, or pass --device cpu",
         )
     torch.cuda.set_device(number)
-    return torch.device("cuda", number)
+    return usable_device(torch.device("cuda", number))
 
 
 def usable_device(device: torch.device | str) -> torch.device:
     """Returns `device` as a torch.device.
 
+    PyTorch's warning about a thread without a CUDA context is ignored from then on. PyTorch warns
+    if the first kernel of its backward thread is a matrix product, and creates the context itself.
+
     Raises UserError unless it is the CPU or a CUDA device of this machine.
     """
+    warnings.filterwarnings("ignore", message="Attempting to run cuBLAS", category=UserWarning)
     found: str | torch.device | None = device
     with contextlib.suppress(RuntimeError, TypeError):
         chosen, count = torch.device(device), torch.cuda.device_count()

@@ -44,7 +44,8 @@ def calibration(
 ) -> Path:
     """Returns the file of this machine's calibration for a model and a workload.
 
-    If the cache does not have it, this machine is measured first, which takes about a minute.
+    If the cache does not have it, this machine is measured first, which takes one to three
+    minutes.
 
     Args:
         model: the model whose layers are measured.
@@ -66,7 +67,9 @@ def calibration(
     file_arguments.check_writable(file)
     if note := options.note_on_cpu(device):
         print(fitted(note), flush=True)
-    print(fitted(f"this machine is measured once for {model.name}, about a minute"), flush=True)
+    print(
+        fitted(f"this machine is measured once for {model.name}, one to three minutes"), flush=True
+    )
     with measuring() as progress:
         hardware = calibrate(
             "this-machine",
