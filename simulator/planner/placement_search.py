@@ -602,8 +602,9 @@ class PlacementSearch(Polishing):
         """Returns the step time and the plan of the fastest of `plan` and plans with fewer slots.
 
         The memory of these slots holds more state, chosen by `Filling.wider` or by whole layers.
-        Slots that take only a small share of the device's memory are kept. `time` is the step time
-        of `plan` in ns.
+        Slots that take only a small share of the device's memory are kept. If `plan` does not keep
+        whole layers on the device, a plan that does so is tried with the fewest slots. `time` is
+        the step time of `plan` in ns.
         """
         knobs, room, limit = plan.knobs, self.filling.room(plan), time / _LEAST_HOST_GAIN
         # With fewer slots, ops hardly wait less.
@@ -632,6 +633,17 @@ class PlacementSearch(Polishing):
                 ):
                     time, plan = self.time(wider), wider
                     limit = time / _LEAST_HOST_GAIN
+        if self.filling.whole_count(plan) is None:
+            # Other layers are streamed then, so the waiting of `plan` says nothing.
+            lean = with_knobs(plan, **fewer)
+            most = self._most_whole(lean, every_slot=False)
+            keeping = self._whole_layers_plan(lean, most, limit)
+            if (
+                keeping
+                and max(self.lower_bound.step_ns(keeping), self._run(keeping).bound_ns) < limit
+                and self.time(keeping) < limit
+            ):
+                time, plan = self.time(keeping), keeping
         return time, plan
 
     def _fastest_whole(
