@@ -143,13 +143,14 @@ def test_the_scores_of_a_long_row_are_not_written_out() -> None:
 def test_a_step_is_close_to_one_with_written_out_scores(
     make_plan: Callable[..., Plan], kernel: Any, documents: bool, compiled: bool
 ) -> None:
-    """Loss and gradients in bf16, recomputed and from saved attention, are those of transformers'
-    attention within a few units of bf16's 8 bits. The family has dense layers, because another
-    rounding may make a router choose another expert.
+    """Gradients in bf16, recomputed and from saved attention, are as close to those in fp32 as with
+    transformers' attention in bf16. The family has dense layers, because another rounding may make
+    a router choose another expert.
     """
     sizes = {"model": model_of("granite_swa", sliding_window=32, hidden_size=128)}
-    loss, theirs = stepped(make_plan, "granite_swa", documents=documents, **sizes)
-    norm = sum(gradient.square().sum() for gradient in theirs.values()) ** 0.5
+    exact, right = stepped(make_plan, "granite_swa", documents=documents, dtype="fp32", **sizes)
+    _, theirs = stepped(make_plan, "granite_swa", documents=documents, **sizes)
+    rounding = distance(theirs, right)
     for placement in (RESIDENT, KEPT):
         found, ours = stepped(
             make_plan,
@@ -160,9 +161,9 @@ def test_a_step_is_close_to_one_with_written_out_scores(
             placement=placement,
             **sizes,
         )
-        assert found == pytest.approx(loss, rel=5e-3)
-        error = sum((ours[name] - theirs[name]).square().sum() for name in theirs) ** 0.5 / norm
-        assert error < 0.03, f"the error is {float(error):.4f} of the norm"
+        assert found == pytest.approx(exact, rel=5e-3)
+        error = distance(ours, right)
+        assert error < 1.25 * rounding, f"{error:.4f} of the norm, and {rounding:.4f} with scores"
 
 
 @pytest.mark.usefixtures("deterministic")
@@ -186,6 +187,12 @@ def test_fp32_has_the_attention_of_transformers(make_plan: Callable[..., Plan]) 
     with pytest.raises(UserError, match="flash for fp32 heads of 16"):
         kernel_of(model, work, device)
     assert stepped(make_plan, "gpt_oss", dtype="fp32")[0] > 0
+
+
+def distance(found: Tensors, right: Tensors) -> float:
+    """Returns the norm of the difference of all gradients, relative to the norm of `right`."""
+    squares = sum((found[name] - right[name]).square().sum() for name in right)
+    return float(squares / sum(tensor.square().sum() for tensor in right.values())) ** 0.5
 
 
 def stepped(make_plan: Callable[..., Plan], family: str, **changes: Any) -> tuple[float, Tensors]:
