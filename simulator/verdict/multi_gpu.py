@@ -48,7 +48,10 @@ _SHARED = (
 )
 """Kinds of ops whose work is divided equally among the GPUs."""
 _SHARED_NOTE = "from the schedule of `megatrain plan --gpus`: each owns 1/N of the state; "
-_NOT_MEASURED = "links limited by DRAM; measured steps of two and four GPUs took up to 9 % longer"
+_NOT_MEASURED = (
+    "links share the host's memory bandwidth; measured steps of two and four GPUs took up to 9 %"
+    " longer"
+)
 
 
 class NetworkCost(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,7 +98,7 @@ class MultiGpu(msgspec.Struct, frozen=True, kw_only=True):
     """Copy rate of each GPU and direction in GB/s, with both directions busy."""
     note: str = (
         "first estimate: data parallel, state once in host memory and 1/N of it moved by each;"
-        " links limited by DRAM; summing among GPUs left out"
+        " links share the host's memory bandwidth; summing among GPUs left out"
     )
     """What the prediction assumes, in words."""
 

@@ -274,7 +274,7 @@ def test_check_says_that_several_gpus_were_measured() -> None:
     work = Workload(batch=4, sequence=1024)
     for machine, words in (
         (having(FOUR), "4 GPUs were measured together on 2026-11-28"),
-        (H200, "links limited by DRAM"),
+        (H200, "links share the host's memory bandwidth"),
     ):
         several = judge(MODEL, machine, work, gpus=4).multi_gpu
         assert several is not None
