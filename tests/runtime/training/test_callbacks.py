@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from megatrain.runtime.checkpoint import checkpoint
 from megatrain.runtime.checkpoint.manifest import Manifest
+from megatrain.runtime.execution.executor import Executor
 from megatrain.runtime.training import trainer as trainer_module
 from megatrain.runtime.training.callback import Callback, CallbackError, EvaluationResult, Step
 from megatrain.runtime.training.config import Config, TrainingSettings
@@ -486,14 +487,73 @@ def test_the_error_of_a_callback_is_reported_even_if_the_note_about_it_fails(
     assert "a callback failed, and then no checkpoint could be written: no space left" in notes
 
 
+@pytest.mark.parametrize("reader", ["evaluation", "callback"])
+def test_no_checkpoint_has_a_part_of_an_update(
+    place: Path, prepare: Any, executable: Any, monkeypatch: pytest.MonkeyPatch, reader: str
+) -> None:
+    """An op of the update that step 4 deferred fails, after other layers were updated. The
+    checkpoint of step 3 stays, and the run continues from it.
+    """
+
+    class Reader(Recorder):
+        def on_step(self, trainer: Trainer, step: Step) -> None:
+            if reader == "callback" and step.number == 4:
+                trainer.state.tensors()
+
+    plan = executable("overlapped", vocabulary=300, dtype="fp32", accumulation=2, clipping="global")
+    plan.save(place / "plan.toml")
+    every = {"evaluation.every_steps": 4, "saving.every_steps": 3, "keep_last": 1, "steps": 5}
+    fields = {
+        **every,
+        **({"evaluation_data": str(place / "corpus")} if reader == "evaluation" else {}),
+    }
+    prepare(place, "straight", **fields).fit()
+    run, flush = Executor._run, []
+
+    def breaking(self: Executor, program: Any) -> Any:
+        if "flush_update" in self._programs and program is self._programs["flush_update"]:
+            flush.append(program)
+            if len(flush) == 2:  # the first is that of the checkpoint of step 3
+                task = [task for op, task in program.tasks.items() if op.startswith("U")][2]
+                monkeypatch.setattr(task, "run", lambda: {}["broken"])
+        return run(self, program)
+
+    recorder, notes = Reader(), list[str]()
+    recorder.on_note = notes.append  # type: ignore[method-assign]
+    trainer = prepare(place, "broken", callbacks=[recorder], **fields)
+    with monkeypatch.context() as patch:
+        patch.setattr(Executor, "_run", breaking)
+        with pytest.raises(RunError, match=r"^U\S+ on lane update: KeyError: 'broken'$"):
+            trainer.fit()
+    assert [path.name for path in (place / "broken/checkpoints").iterdir()] == ["step-00000003"]
+    assert trainer.saved_step == 3
+    what = "the evaluation" if reader == "evaluation" else "a callback"
+    assert notes[-1] == (
+        f"{what} failed, and then no checkpoint could be written: the weights cannot be used,"
+        " because an update of them has failed: some layers may be updated, and others not; resume"
+        " from the last checkpoint"
+    )
+    prepare(place, "broken", resume="newest", **fields).fit()
+    models = [
+        (place / name / "model/model.safetensors").read_bytes() for name in ("straight", "broken")
+    ]
+    assert models[0] == models[1]
+
+
 def test_no_rank_alone_writes_a_checkpoint_after_the_error_of_a_callback(
     place: Path, prepare: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other ranks do not write their parts, so the checkpoint would never be complete."""
-    trainer = prepare(place, callbacks=[Failing("on_step", 1, ZeroDivisionError("oh"))])
+    trainer, save = (
+        prepare(place, callbacks=[Failing("on_step", 1, ZeroDivisionError("oh"))]),
+        Mock(),
+    )
+    monkeypatch.setattr(trainer._checkpoints, "save", save)
+    monkeypatch.setattr(trainer, "executor", None, raising=False)
     monkeypatch.setattr(trainer, "_ranks", object())
     with pytest.raises(CallbackError):
         trainer._notify_after("on_step", Mock(number=1), Mock(step=1))
+    assert save.mock_calls == []
     assert trainer.saved_step is None
 
 
