@@ -342,7 +342,9 @@ class Executor:
             self._programs[name] = self._bind(make())
         return self._programs[name]
 
-    def step(self, batches: Sequence[Batch], *, rate: float, number: int) -> StepResult:
+    def step(
+        self, batches: Sequence[Batch], *, rate: float, number: int, checked: bool = False
+    ) -> StepResult:
         """Runs one optimizer step.
 
         Args:
@@ -351,6 +353,7 @@ class Executor:
                 (`own_micro_batches`).
             rate: The learning rate.
             number: The number of this step, from 1. AdamW's bias correction depends on it.
+            checked: Whether `check` has accepted `batches`. By default this method calls it.
 
         Raises:
             UserError: `batches` are not as planned, or memory ran out during an op.
@@ -372,15 +375,18 @@ class Executor:
             )
         with self._used():
             self._refuse_undefined()
-            return self._step_used(batches, rate, number)
+            return self._step_used(batches, rate, number, checked=checked)
 
-    def _step_used(self, batches: Sequence[Batch], rate: float, number: int) -> StepResult:
+    def _step_used(
+        self, batches: Sequence[Batch], rate: float, number: int, *, checked: bool
+    ) -> StepResult:
         """Does what `step` does."""
         # a checksum of all weights needs the parts of the other ranks
         deterministic = torch.are_deterministic_algorithms_enabled() and self.ranks is None
         checksum_before = self._checksum() if deterministic and not self._flush else None
         begin = time.perf_counter()
-        self._refuse_other_than_batches(batches)
+        if not checked:
+            self.check(batches)
         same_shapes = all(batch.documents is None for batch in batches)
         with self._allocation_guard.step(same_shapes=same_shapes):
             self._copy_in(batches, number)
@@ -430,7 +436,7 @@ class Executor:
             self.flush_update()
             program = self._bound("evaluation", lambda: evaluation(self.plan))
             begin = time.perf_counter()
-            self._refuse_other_than_batches(batches)
+            self.check(batches)
             labelled = self._copy_in(batches, None)
             timeline = self._run(program)
             return Evaluated(self._read_loss(), labelled, time.perf_counter() - begin, timeline)
@@ -494,8 +500,8 @@ class Executor:
         """Returns the checksum of the weights in memory, without a deferred update."""
         return checksum(self.plan, self.schedule, self._arenas)
 
-    def _refuse_other_than_batches(self, batches: object) -> None:
-        """Raises UserError unless `batches` is a sequence of `Batch`."""
+    def check(self, batches: object) -> None:
+        """Raises UserError unless `batches` are the micro-batches of a step as planned."""
         allowed, fix = "Batch(ids, labels)", "make them with megatrain.runtime.batch.Batch"
         if not isinstance(batches, Sequence):
             found, allowed = f"a {type(batches).__name__}", f"a list of {allowed}"
@@ -504,12 +510,6 @@ class Executor:
             if not isinstance(batch, Batch):
                 where, found = f"data: micro-batch {micro}", f"a {type(batch).__name__}"
                 raise UserError(where, found=found, allowed=allowed, fix=fix)
-
-    def _copy_in(self, batches: Sequence[Batch], step: int | None) -> int:
-        """Copies the micro-batches to the buffers that ops read. Returns the number of labelled
-        tokens of all ranks. `step` is the number of the step, or None in an evaluation. Raises
-        UserError if the micro-batches are not as planned.
-        """
         work = self.plan.workload
         if len(batches) != self.plan.micro_batches:
             raise UserError(
@@ -525,12 +525,6 @@ class Executor:
                 self.plan.model.vocabulary,
                 f"data: micro-batch {micro}",
             )
-        all_labels = [batch.trained_labels for batch in batches]
-        labelled = sum(map(count_labelled, all_labels))
-        if self.ranks is not None:
-            labelled = self.ranks.total(labelled)
-        self._state.scale = 1 / max(labelled, 1)
-        for micro, (batch, labels) in enumerate(zip(batches, all_labels, strict=True)):
             if batch.documents is not None and not work.documents:
                 raise UserError(
                     "data",
@@ -538,6 +532,18 @@ class Executor:
                     allowed="rows of one document, as planned",
                     fix="make the plan without --plain-packing",
                 )
+
+    def _copy_in(self, batches: Sequence[Batch], step: int | None) -> int:
+        """Copies the micro-batches to the buffers that ops read. Returns the number of labelled
+        tokens of all ranks. `step` is the number of the step, or None in an evaluation.
+        """
+        work = self.plan.workload
+        all_labels = [batch.trained_labels for batch in batches]
+        labelled = sum(map(count_labelled, all_labels))
+        if self.ranks is not None:
+            labelled = self.ranks.total(labelled)
+        self._state.scale = 1 / max(labelled, 1)
+        for micro, (batch, labels) in enumerate(zip(batches, all_labels, strict=True)):
             rows = [batch.ids, labels]
             if work.documents:
                 rows.append(

@@ -730,8 +730,9 @@ class Trainer(TrainingRun):
         rate, failed = self.config.schedule.at(number, steps), ""
         with self._kept_if_it_fails(before, "the data"):
             batches = self._read(data, number)
+            self.executor.check(batches)
         try:
-            result = self.executor.step(batches, rate=rate, number=number)
+            result = self.executor.step(batches, rate=rate, number=number, checked=True)
         except FloatingPointError:
             if number == self.first_step:
                 self._refuse_weights_that_are_not_finite()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,25 @@ from megatrain.simulator.schedule.plan import Plan
 CPU = torch.device("cpu")
 
 
-class Drawn:
-    """Training data. `failing` is the step whose data cannot be read."""
+def gone(_: object) -> None:
+    raise ConnectionError("the server is gone")
 
-    def __init__(self, plan: Plan, failing: int = 0) -> None:
-        self.work, self.vocabulary, self.failing = plan.workload, plan.model.vocabulary, failing
+
+class Drawn:
+    """Training data. The batches of step `failing` are what `spoil` returns for them."""
+
+    def __init__(
+        self, plan: Plan, failing: int = 0, spoil: Callable[[list[Batch]], Any] = gone
+    ) -> None:
+        self.work, self.vocabulary = plan.workload, plan.model.vocabulary
+        self.failing, self.spoil = failing, spoil
 
     def step(self, number: int) -> list[Batch]:
+        batches = [self.batch(100 * number + micro) for micro in range(self.work.accumulation)]
         if number == self.failing:
-            raise ConnectionError("the server is gone")
-        return [self.batch(100 * number + micro) for micro in range(self.work.accumulation)]
+            spoiled: list[Batch] = self.spoil(batches)
+            return spoiled
+        return batches
 
     def batch(self, seed: int) -> Batch:
         shape = (self.work.batch, self.work.sequence)
@@ -62,17 +72,39 @@ def weights(run: Path) -> bytes:
     return (run / "model" / "model.safetensors").read_bytes()
 
 
+def changed(**change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[list[Batch]], Any]:
+    """Returns a function that changes tensors of the last of some batches."""
+
+    def spoil(batches: list[Batch]) -> list[Batch]:
+        *others, last = batches
+        return [
+            *others,
+            last._replace(**{name: make(getattr(last, name)) for name, make in change.items()}),
+        ]
+
+    return spoil
+
+
 @pytest.mark.parametrize(
-    ("data", "held_out", "error", "kept"),
+    ("data", "spoil", "held_out", "error", "kept"),
     [
-        (4, 0, ConnectionError, 3),
-        (0, 1, OSError, 2),
-        (0, 2, OSError, 4),
-        (1, 0, ConnectionError, 0),
+        (4, gone, 0, "the server is gone", 3),
+        (0, gone, 1, "the disk is gone", 2),
+        (0, gone, 2, "the disk is gone", 4),
+        (1, gone, 0, "the server is gone", 0),
+        (4, lambda batches: batches[1:], 0, "data: found 1 micro-batches; allowed: 2", 3),
+        (4, lambda _: [], 0, "data: found 0 micro-batches; allowed: 2", 3),
+        (4, lambda _: None, 0, "data: micro-batches: found a NoneType; allowed: a list", 3),
+        (4, iter, 0, "data: micro-batches: found a list_iterator; allowed: a list", 3),
+        (4, lambda batches: [*batches[1:], 7], 0, "data: micro-batch 2: found a int", 3),
+        (4, changed(ids=lambda ids: ids[:, 1:]), 0, "data: micro-batch 2: ids: found", 3),
+        (4, changed(ids=lambda ids: ids.int()), 0, r"data: .*: ids: found .* int32", 3),
+        (4, changed(labels=lambda ids: ids + 300), 0, "data: micro-batch 2: labels: found ids", 3),
+        (4, changed(documents=lambda _: torch.zeros(2, 16).long()), 0, "data: found rows of several doc", 3),
     ],
 )
 def test_data_that_fails_loses_no_step(
-    place: Path, data: int, held_out: int, error: type[Exception], kept: int
+    place: Path, data: int, spoil: Callable[[Any], Any], held_out: int, error: str, kept: int
 ) -> None:
     """A checkpoint of the last step is written, and the resumed run ends as one that never failed.
 
@@ -86,12 +118,12 @@ def test_data_that_fails_loses_no_step(
     ).fit()
     trainer = Trainer(
         file,
-        data=Drawn(plan, data),
+        data=Drawn(plan, data, spoil),
         evaluation_data=HeldOut(Drawn(plan), held_out),
         out=place / "run",
         **options,
     )
-    with pytest.raises(error, match="gone"):
+    with pytest.raises((OSError, UserError), match=error):
         trainer.fit()
     assert trainer.saved_step == (kept or None)
     if not kept:
