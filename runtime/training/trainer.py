@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import difflib
 import math
-import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -72,11 +71,15 @@ from megatrain.runtime.training.resumption import refuse_done_steps, settings_of
 from megatrain.runtime.training.run_folder import RunFolder
 from megatrain.runtime.training.run_lock import RunLock
 from megatrain.runtime.training.shared_folder import refuse_unseen
-from megatrain.runtime.training.stopped_run import command_to_continue, no_checkpoint
+from megatrain.runtime.training.stopped_run import (
+    command_to_continue,
+    how_to_continue,
+    no_checkpoint,
+)
 from megatrain.runtime.training.trackers import trackers
 from megatrain.runtime.training.training_run import TrainingRun
 from megatrain.runtime.warm_up import WARM_UP_STEPS
-from megatrain.simulator.base.errors import Interrupted, RunError, UserError
+from megatrain.simulator.base.errors import RunError, UserError
 from megatrain.simulator.hardware.machine import is_calibrated
 from megatrain.simulator.schedule import Schedule
 from megatrain.simulator.schedule.arithmetic import own_micro_batches
@@ -296,21 +299,25 @@ class Trainer(TrainingRun):
             else host_bytes() // self.plan.gpus_per_host
         )
         self.first_step = 1
-        self.finished = False
-        self.timelines: list[Timeline] = []
         self.data_summaries: dict[str, DataSummary] = {}
         self.device_bytes_before = 0
         self._settings: dict[str, Any] = {}
         self._evaluation_pending = False
         self._evaluation_digest = self._tokenizer_digest = ""
-        self._stopped = ""
         self._executing = contextlib.ExitStack()
         self._next: _Execution | None = None
         self._former: _Execution | None = None
-        self._not_saved: CheckpointError | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forgets the results of an earlier call of `fit`."""
+        self.finished = False
+        self.timelines: list[Timeline] = []
         self.saved_step: int | None = None
 
     @property
+        self._not_saved: CheckpointError | None = None
+        self._stopped, self._done = "", 0
     def _start(self) -> Literal["newest"] | int | None:
         """The checkpoint to continue from, or None for a run that begins at step 1."""
         return None if self._resume == "scratch" else self._resume
@@ -394,6 +401,7 @@ class Trainer(TrainingRun):
     def _fit(self) -> Fitted:
         training = self.config.training
         refuse_what_does_not_fit(
+        self._forget()
             self.plan,
             self.schedule,
             host_bytes=self._host_bytes,
@@ -412,6 +420,7 @@ class Trainer(TrainingRun):
             self.note(note)
         if training.deterministic:
             make_deterministic()
+        self._notes = []
         torch.manual_seed(training.seed)
         with self._executing:
             self._open_executor()
@@ -419,7 +428,7 @@ class Trainer(TrainingRun):
             self._note_little_room()
             try:
                 self._notify("on_start", self)
-                with Interruption() as interruption:
+                with Interruption(self._how_it_ended) as interruption:
                     fitted = self._loop(data, held_out, interruption)
             except BaseException as error:
                 self._end(error)
@@ -657,7 +666,8 @@ class Trainer(TrainingRun):
         every = self.config.evaluation.every_steps, saving.every_steps
         clock = saving.every_minutes if self._checkpoints is not None else 0.0
         saved_at = time.monotonic()
-        number, loss, evaluation = self.first_step - 1, None, None
+        number = self._done = self.first_step - 1
+        loss, evaluation = None, None
         if self._evaluation_pending and held_out is not None:
             evaluation = self._evaluate(held_out, number, interruption)
             if evaluation is not None:
@@ -667,7 +677,7 @@ class Trainer(TrainingRun):
             if stopping or self._interrupted(interruption):
                 break
             step = self._step(data, number, run)
-            loss = step.loss
+            self._done, loss = number, step.loss
             owed = held_out is not None and (
                 number == steps or (every[0] > 0 and number % every[0] == 0)
             )
@@ -709,9 +719,13 @@ class Trainer(TrainingRun):
         if stopping or self._interrupted(interruption):
             if run is not None and not stopping and self.saved_step != run.step:
                 self._save(run)  # the signal came after the last look at the end of the step
-            # Without an own signal, another rank received one.
-            raise interruption.error() if interruption else Interrupted(signal.SIGTERM)
-        return Fitted(number, loss, evaluation, self._stopped if number < steps else "")
+            raise interruption.error()
+        return Fitted(number, loss, evaluation, self.stopped)
+
+    def _how_it_ended(self) -> str:
+        """Returns when a signal ended the training, what is saved, and how to continue."""
+        when = f"after step {self._done}" if self._done else "before the first step"
+        return f"{when}; {how_to_continue(self.out)}"
 
     def _run_progress(self, owed: bool) -> dict[str, Any]:
         """Returns `RunState.progress`. `owed` says whether an evaluation is pending."""

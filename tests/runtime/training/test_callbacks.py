@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from megatrain.runtime.training.callback import Callback, CallbackError, Evaluat
 from megatrain.runtime.training.config import Config, TrainingSettings
 from megatrain.runtime.training.learning_rate import LearningRate
 from megatrain.runtime.training.trainer import Trainer
-from megatrain.simulator.base.errors import RunError, UserError
+from megatrain.simulator.base.errors import Interrupted, RunError, UserError
 from megatrain.simulator.schedule.plan import Plan
 
 CPU = torch.device("cpu")
@@ -342,6 +343,105 @@ def test_a_callback_may_stop_the_training(place: Path, prepare: Any) -> None:
     assert (fitted.steps, fitted.stopped) == (2, "enough")
     assert stop.events[-2:] == [("save", 2), ("end", None)]
     assert (place / "run" / "model" / "model.safetensors").exists()
+
+
+def test_a_stop_in_the_last_step_is_not_early_and_a_second_training_forgets_the_first(
+    place: Path, prepare: Any
+) -> None:
+    class Stop(Recorder):
+        at = 5
+
+        def on_note(self, text: str) -> None:
+            self.events.append(("note", text))
+
+        def on_step(self, trainer: Trainer, step: Step) -> None:
+            assert not trainer.finished
+            if step.number == self.at:
+                trainer.stop("enough")
+
+    stop = Stop()
+    trainer = prepare(place, None, callbacks=[stop])
+    fitted = []
+    for stop.at in (5, 2, 9):
+        stop.events.clear()
+        fitted.append(trainer.fit())
+        assert fitted[-1].stopped == trainer.stopped
+        notes = [what for event, what in stop.events if event == "note"]
+        assert sum(note.startswith("learning rate") for note in notes) == 1
+    assert [(each.steps, each.stopped) for each in fitted] == [(5, ""), (2, "enough"), (5, "")]
+    assert fitted[0].loss == fitted[2].loss
+
+
+CONTINUE = "call `fit` of a new Trainer with the same arguments and resume="
+
+
+@pytest.mark.parametrize(
+    ("out", "signals", "fields", "message"),
+    [
+        (None, {2: 1}, {}, "after step 2; nothing was saved, since it has no run folder (`out`)"),
+        (
+            "run",
+            {0: 1},
+            {},
+            f'before the first step; there is no checkpoint; to begin again, {CONTINUE}"scratch"',
+        ),
+        (
+            "run",
+            {2: 1},
+            {},
+            f"after step 2; the newest checkpoint is that of step 2; to continue,"
+            f' {CONTINUE}"newest"',
+        ),
+        (
+            "run",
+            {3: 2},
+            {"saving.every_steps": 2},
+            f"after step 3; the newest checkpoint is that of step 2; to continue,"
+            f' {CONTINUE}"newest"',
+        ),
+    ],
+    ids=["no folder", "before", "after", "second"],
+)
+def test_the_text_of_an_interruption_says_what_is_saved(
+    place: Path,
+    prepare: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    out: str | None,
+    signals: dict[int, int],
+    fields: dict[str, Any],
+    message: str,
+) -> None:
+    """The resumed run, if it can be resumed, ends as one that was not interrupted."""
+
+    def send(number: int) -> None:
+        for _ in range(signals.get(number, 0)):
+            signal.raise_signal(signal.SIGTERM)
+
+    class Sending(Callback):
+        def on_step(self, trainer: Trainer, step: Step) -> None:
+            send(step.number)
+
+    loop = Trainer._loop
+
+    def begun(self: Trainer, *arguments: Any) -> Any:
+        send(0)
+        return loop(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_loop", begun)
+        with pytest.raises(Interrupted) as error:
+            prepare(place, out, callbacks=[Sending()], **fields).fit()
+    at_once = 2 in signals.values()
+    what = (
+        "a second signal, SIGTERM, ended the training at once,"
+        if at_once
+        else "SIGTERM ended the training"
+    )
+    assert str(error.value) == f"{what} {message}"
+    assert error.value.status == 143
+    if out is not None:
+        resume = message.rpartition("=")[2].strip('"')
+        assert prepare(place, out, resume=resume, **fields).fit().steps == 5
 
 
 def test_a_callback_sees_whether_a_run_has_finished(place: Path, prepare: Any) -> None:
