@@ -25,6 +25,7 @@ from megatrain.runtime.checkpoint.folder import Checkpoints
 from megatrain.runtime.checkpoint.manifest import EVALUATION_DATA, TOKENIZER, RunState
 from megatrain.runtime.checkpoint.same_run import is_longer
 from megatrain.runtime.data.corpus.corpus import Corpus
+from megatrain.runtime.data.options import EVALUATION_FIELDS
 from megatrain.runtime.data.rows.sources import pinned
 from megatrain.runtime.data.summary import DataSummary
 from megatrain.runtime.data.tokens.tokenize import tokenizer_digest, tokenizer_files
@@ -163,24 +164,25 @@ def _refuse_arguments(data: object, evaluation_data: object, callbacks: object) 
                         raise _unknown_method(owner.__name__, name)
 
 
-def _refuse_evaluation_beside_own_data(config: Config, data: object) -> None:
-    """Raises UserError if the config names evaluation data and `data` is an object of the user, so
-    the data of the config is not read.
+def _refuse_unread_data(config: Config, data: object, evaluation_data: object) -> None:
+    """Raises UserError if the config names data that is not read, because `data` or
+    `evaluation_data` is an object of the user.
     """
-    options = config.data
-    named = options.evaluation_data or options.evaluation_split
-    if (
-        data is None
-        or isinstance(data, Path | str)
-        or not (named or options.evaluation_fraction or options.evaluation_documents)
-    ):
-        return
-    raise UserError(
-        "config: data",
-        found="evaluation data in the config, and training data that is an object",
-        allowed="evaluation data as an object, too, or none",
-        fix="pass evaluation_data=OBJECT with a method batches(), or leave it out of the config",
-    )
+    unread: tuple[str, ...] = ()
+    if not isinstance(data, Path | str | None):
+        unread, argument = ("data", *EVALUATION_FIELDS), "data"
+    elif evaluation_data is not None:
+        unread, argument = EVALUATION_FIELDS, "evaluation_data"
+    named = [name for name in unread if getattr(config.data, name)]
+    if named:
+        instead = named != ["data"] and evaluation_data is None
+        raise UserError(
+            "config: data",
+            found=f"{', '.join(named)}, beside an object as the argument `{argument}`",
+            allowed="no such field beside it, because the data that it names is not read",
+            fix=f"{'pass an object as `evaluation_data`, and ' if instead else ''}leave"
+            f" {'it' if len(named) == 1 else 'them'} out of the config",
+        )
 
 
 def _unknown_method(owner: str, name: str) -> UserError:
@@ -252,7 +254,7 @@ class Trainer(TrainingRun):
         self.source = str(model if model is not None else planned_source(self.plan.source, origin))
         self._data, self._evaluation_data = data, evaluation_data
         _refuse_arguments(data, evaluation_data, callbacks)
-        _refuse_evaluation_beside_own_data(self.config, data)
+        _refuse_unread_data(self.config, data, evaluation_data)
         self.schedule = preflight(
             self.plan,
             self.config.optimizer,
@@ -314,10 +316,10 @@ class Trainer(TrainingRun):
         self.finished = False
         self.timelines: list[Timeline] = []
         self.saved_step: int | None = None
-
-    @property
         self._not_saved: CheckpointError | None = None
         self._stopped, self._done = "", 0
+
+    @property
     def _start(self) -> Literal["newest"] | int | None:
         """The checkpoint to continue from, or None for a run that begins at step 1."""
         return None if self._resume == "scratch" else self._resume
@@ -399,9 +401,9 @@ class Trainer(TrainingRun):
             self._lock.refuse_taken()
 
     def _fit(self) -> Fitted:
+        self._forget()
         training = self.config.training
         refuse_what_does_not_fit(
-        self._forget()
             self.plan,
             self.schedule,
             host_bytes=self._host_bytes,
@@ -418,9 +420,9 @@ class Trainer(TrainingRun):
             self._ranks.agree("steps", str(self.config.training.steps))
         for note in self._notes:
             self.note(note)
+        self._notes = []
         if training.deterministic:
             make_deterministic()
-        self._notes = []
         torch.manual_seed(training.seed)
         with self._executing:
             self._open_executor()
@@ -569,14 +571,15 @@ class Trainer(TrainingRun):
                 self._notes.append,
                 self.data_summaries.update,
             )
-            data, held_out = opened[0], held_out or opened[1]
+            data = opened[0]
+            held_out = opened[1] if held_out is None else held_out
         elif hasattr(data, "packing"):  # a Corpus
             refuse_packing(data.packing, self.plan)
         self._count_epochs(data)
         self._notes += learning_rate_notes(self.config)
         self._settings = settings_of(self.config, data)
         self._evaluation_digest = str(getattr(held_out, "digest", ""))
-        if held_out and (note := best_checkpoints_note(self.config)):
+        if held_out is not None and (note := best_checkpoints_note(self.config)):
             self._notes.append(note)
         return data, held_out
 
@@ -683,7 +686,7 @@ class Trainer(TrainingRun):
             )
             done = RunState(
                 step=number,
-                loss=None if held_out else loss,
+                loss=loss if held_out is None else None,
                 settings=self._settings,
                 progress=self._run_progress(owed),
             )
@@ -694,7 +697,7 @@ class Trainer(TrainingRun):
                 self.finished or (interval > 0 and number % interval == 0) for interval in every
             )
             result = None
-            if evaluate and held_out:
+            if evaluate and held_out is not None:
                 with self._kept_if_it_fails(done, "the evaluation"):
                     result = self._evaluate(held_out, number, interruption)
             if result is not None:
@@ -707,7 +710,7 @@ class Trainer(TrainingRun):
             stopping = self._interrupted(interruption)
             due = stopping or by_clock or (save and (saving.every_steps or clock))
             switch = self._next is not None and not (self.finished or stopping)
-            pending = bool(evaluate and held_out and not result)
+            pending = evaluate and held_out is not None and result is None
             run = msgspec.structs.replace(done, progress=self._run_progress(pending))
             if due or switch:
                 saved = bool(due) and self._save(run)
