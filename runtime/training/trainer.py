@@ -672,7 +672,8 @@ class Trainer(TrainingRun):
         number = self._done = self.first_step - 1
         loss, evaluation = None, None
         if self._evaluation_pending and held_out is not None:
-            evaluation = self._evaluate(held_out, number, interruption)
+            with self._kept_if_it_fails(None, "the evaluation"):
+                evaluation = self._evaluate(held_out, number, interruption)
             if evaluation is not None:
                 self._notify("on_evaluation", self, evaluation)
         stopping, run = False, None
@@ -908,14 +909,16 @@ class Trainer(TrainingRun):
     @contextlib.contextmanager
     def _kept_if_it_fails(self, run: RunState | None, what: str) -> Iterator[None]:
         """Writes the checkpoint `run` if code of the user fails in the block, so that no step is
-        lost. `what` is this code in words. None means that no step has been executed.
+        lost. `what` is this code in words. None means that there is no new step to save.
+
+        Raises UserError in place of a StopIteration, which has no text.
 
         With several ranks no checkpoint is written, because the other ranks do not write their
         parts.
         """
         try:
             yield
-        except Exception:
+        except Exception as failure:
             checkpoints = self._checkpoints if self._ranks is None else None
             if checkpoints and run is not None and self.saved_step != run.step:
                 try:
@@ -926,6 +929,13 @@ class Trainer(TrainingRun):
                     said = f"{what} failed, and then no checkpoint could be written: {error}"
                 with contextlib.suppress(UserError, RunError):  # the first error is reported
                     self.note(said)
+            if isinstance(failure, StopIteration):
+                raise UserError(
+                    f"training: {what}",
+                    found="a StopIteration: an iterator has ended",
+                    allowed="micro-batches in each call",
+                    fix="begin again at its end, or train for fewer steps",
+                ) from failure
             raise
 
     def _save(self, run: RunState) -> bool:

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from megatrain.runtime.batch import IGNORED, Batch
+from megatrain.runtime.checkpoint.folder import Checkpoints
 from megatrain.runtime.data.options import DataOptions
 from megatrain.runtime.training.config import Config, EvaluationSettings, Saving, TrainingSettings
 from megatrain.runtime.training.learning_rate import LearningRate
@@ -100,7 +102,13 @@ def changed(**change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[list[
         (4, changed(ids=lambda ids: ids[:, 1:]), 0, "data: micro-batch 2: ids: found", 3),
         (4, changed(ids=lambda ids: ids.int()), 0, r"data: .*: ids: found .* int32", 3),
         (4, changed(labels=lambda ids: ids + 300), 0, "data: micro-batch 2: labels: found ids", 3),
-        (4, changed(documents=lambda _: torch.zeros(2, 16).long()), 0, "data: found rows of several doc", 3),
+        (
+            4,
+            changed(documents=lambda _: torch.zeros(2, 16).long()),
+            0,
+            "data: found rows of several doc",
+            3,
+        ),
     ],
 )
 def test_data_that_fails_loses_no_step(
@@ -170,24 +178,103 @@ def test_the_error_of_an_evaluation_is_reported_even_if_no_checkpoint_can_be_wri
     assert "the evaluation failed, and then no checkpoint could be written: CUDA error" in notes
 
 
-@pytest.mark.parametrize("used_up", [False, True])
-def test_an_evaluation_without_labels_is_an_error(place: Path, used_up: bool) -> None:
+@pytest.mark.parametrize(("used_up", "over_steps"), [(False, 0), (True, 0), (False, 1)])
+def test_an_evaluation_without_labels_is_an_error(
+    place: Path, used_up: bool, over_steps: int
+) -> None:
     """Its loss would be 0, the best of all."""
     file = place / "plan.toml"
     drawn = Drawn(Plan.load(file))
     batch = drawn.batch(1)
     without = batch._replace(labels=torch.full_like(batch.labels, IGNORED))
-    left = iter([batch] if used_up else [without])
+    left = iter([batch] if used_up else [without, without, *[batch] * over_steps])
 
     class Once:
         def batches(self) -> Any:
             return left
 
-    trainer = Trainer(
-        file, data=drawn, config=config(), evaluation_data=Once(), device=CPU, progress=False
+    settings = msgspec.structs.replace(
+        config(), evaluation=EvaluationSettings(every_steps=2, over_steps=over_steps)
     )
-    with pytest.raises(UserError, match=r"evaluation data: found .* without a position that has a"):
+    trainer = Trainer(
+        file, data=drawn, config=settings, evaluation_data=Once(), device=CPU, progress=False
+    )
+    groups = "0 groups" if used_up else "1 group"
+    more = ", or a larger over_steps" if over_steps else ""
+    with pytest.raises(
+        UserError,
+        match=rf"evaluation data: found {groups} of micro-batches, without a position that has a"
+        rf" label; .*; fix: use data with labels{more}; a method",
+    ):
         trainer.fit()
+
+
+def test_evaluation_data_that_says_it_is_empty_is_evaluated(place: Path) -> None:
+    """Only `batches` decides. Another attribute, such as a length, may mean something else."""
+
+    class Sized(HeldOut):
+        def __len__(self) -> int:
+            return 0
+
+    file = place / "plan.toml"
+    for data in (Drawn(Plan.load(file)), place / "corpus"):
+        held_out = Sized(Drawn(Plan.load(file)))
+        fitted = Trainer(
+            file, None, data, config(), evaluation_data=held_out, device=CPU, progress=False
+        ).fit()
+        assert held_out.calls == 2
+        assert fitted.evaluation
+        assert fitted.evaluation.number == 4
+
+
+@pytest.mark.parametrize("ended", ["data", "evaluation"])
+def test_an_iterator_that_has_ended_is_named(place: Path, ended: str) -> None:
+    """A StopIteration has no text, and callers of an iterator take it for its end."""
+
+    def stop(*_: object) -> Any:
+        return next(iter(()))
+
+    file = place / "plan.toml"
+    drawn = Drawn(Plan.load(file), 3 if ended == "data" else 0, stop)
+    held_out = HeldOut(drawn)
+    if ended == "evaluation":
+        held_out.batches = stop  # type: ignore[method-assign]
+    trainer = Trainer(
+        file,
+        data=drawn,
+        config=config(),
+        evaluation_data=held_out,
+        out=place / "run",
+        device=CPU,
+        progress=False,
+    )
+    with pytest.raises(
+        UserError, match=rf"^training: the {ended}: found a StopIteration: an iterator has ended; "
+    ):
+        trainer.fit()
+    assert trainer.saved_step == 2
+
+
+def test_a_step_that_is_saved_already_is_not_saved_again(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = place / "plan.toml"
+    settings = msgspec.structs.replace(config(), saving=Saving(every_steps=3, every_minutes=0))
+    trainer = Trainer(
+        file, data=Drawn(Plan.load(file), 4), config=settings, out=place / "run", device=CPU
+    )
+    save, saved, notes = Checkpoints.save, list[int](), list[str]()
+
+    def recorded(self: Checkpoints, executor: Any, run: Any) -> None:
+        saved.append(run.step)
+        save(self, executor, run)
+
+    monkeypatch.setattr(Checkpoints, "save", recorded)
+    monkeypatch.setattr(trainer, "note", notes.append)
+    with pytest.raises(ConnectionError):
+        trainer.fit()
+    assert saved == [3]
+    assert not [note for note in notes if "failed" in note]
 
 
 @pytest.mark.parametrize("given", ["held-out.txt", ["held-out.txt"], [1]], ids=str)
@@ -196,38 +283,58 @@ def test_evaluation_data_that_is_no_object_with_batches_is_refused(place: Path, 
         Trainer(place / "plan.toml", data=place / "corpus", evaluation_data=given, device=CPU)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        DataOptions(evaluation_data="held-out.txt"),
-        DataOptions(evaluation_fraction=0.1),
-        DataOptions(evaluation_documents=3),
-    ],
-    ids=["data", "fraction", "documents"],
-)
-def test_evaluation_data_of_the_config_beside_own_training_data_is_refused(
-    place: Path, options: DataOptions
-) -> None:
-    """The config's data is not read then, so nothing would be evaluated."""
+OPTIONS = {
+    "evaluation_data": DataOptions(evaluation_data="held-out.txt"),
+    "evaluation_split": DataOptions(evaluation_split="test"),
+    "evaluation_fraction": DataOptions(evaluation_fraction=0.5),
+    "evaluation_documents": DataOptions(evaluation_documents=3),
+    "data": DataOptions(data="nowhere"),
+    "data, evaluation_fraction": DataOptions(data="nowhere", evaluation_fraction=0.5),
+}
+
+
+@pytest.mark.parametrize("named", OPTIONS)
+def test_data_of_the_config_that_is_not_read_is_refused(place: Path, named: str) -> None:
+    """An object replaces the data of the config, or its evaluation data. A part of the data that is
+    set apart for evaluation would be evaluated nowhere.
+    """
     file = place / "plan.toml"
-    data = Drawn(Plan.load(file))
-    with pytest.raises(UserError, match="config: data: found evaluation data in the config, and"):
-        Trainer(file, data=data, config=Config(data=options), device=CPU)
-    Trainer(file, data=place / "corpus", config=Config(data=options), device=CPU)
+    drawn, settings = Drawn(Plan.load(file)), Config(data=OPTIONS[named])
+    evaluates = named != "data"
+    leave = f"leave {'them' if ',' in named else 'it'} out of the config"
+
+    def refused(argument: str, names: str, fix: str, **arguments: Any) -> None:
+        with pytest.raises(UserError) as error:
+            Trainer(file, config=settings, device=CPU, **arguments)
+        found = f"config: data: found {names}, beside an object as the argument `{argument}`; "
+        assert str(error.value).startswith(found)
+        assert str(error.value).endswith(f"; fix: {fix}")
+
+    instead = f"pass an object as `evaluation_data`, and {leave}" if evaluates else leave
+    refused("data", named, instead, data=drawn)
+    refused("data", named, leave, data=drawn, evaluation_data=HeldOut(drawn))
+    if evaluates:
+        only, one = named.removeprefix("data, "), "leave it out of the config"
+        file_data: dict[str, Any] = {"data": place / "corpus", "evaluation_data": HeldOut(drawn)}
+        refused("evaluation_data", only, one, **file_data)
+        refused("evaluation_data", only, one, **{**file_data, "data": None})
+    Trainer(file, data=place / "corpus", config=settings, device=CPU)
+    Trainer(file, config=settings, device=CPU)
 
 
-def test_a_learning_rate_schedule_of_one_s_own_is_refused(place: Path) -> None:
+def test_a_learning_rate_schedule_of_one_s_own_is_refused() -> None:
     """It would be stored, and trained with, as its fields."""
 
     class Mine(LearningRate):
         def at(self, number: int, steps: int) -> float:
             return 1e-3 / (number + steps)
 
-    for schedule in (Mine(), lambda _: 1e-3):
-        with pytest.raises(UserError, match=r"config: schedule: found a (Mine|function); allowed"):
-            Trainer(
-                place / "plan.toml",
-                data=place / "corpus",
-                config=Config(schedule=schedule),  # type: ignore[arg-type]
-                device=CPU,
-            )
+    for steps in (0, 3):
+        training = TrainingSettings(steps=steps, epochs=0.0 if steps else 1.0)
+        for schedule in (Mine(), lambda _: 1e-3, {"rate": 1e-3}):
+            with pytest.raises(
+                UserError,
+                match=r"^config: schedule: found a (Mine|function|dict); allowed: a LearningRate,"
+                r" .* fix: pass schedule=LearningRate\(",
+            ):
+                Config(training=training, schedule=schedule)  # type: ignore[arg-type]
