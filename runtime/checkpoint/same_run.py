@@ -15,6 +15,9 @@ from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.schedule.plan import Plan
 
+INIT = "training.init"
+"""The setting of the initial weights, which checkpoints of earlier versions do not have."""
+
 
 def description(optimizer: AdamW) -> dict[str, Any]:
     """Returns the name and the hyperparameters of `optimizer`, as a manifest stores them."""
@@ -51,7 +54,7 @@ def refuse_other_run(
         (f"model.{key}", was, now) for key, was, now in _differences(manifest.model, model)
     ]
     pairs.append(("model", _tensor_names(manifest.model.stack), _tensor_names(model.stack)))
-    before = {
+    before = {INIT: settings.get(INIT)} | {
         key: value for key, value in manifest.run.settings.items() if known or key in settings
     }
     if is_longer(before, settings):

@@ -17,6 +17,13 @@ Loss = Literal["assistant", "last", "all"]
 """The tokens that have loss (`DataOptions.loss`)."""
 Packing = Literal["documents", "plain", "none"]
 """How rows are filled (`DataOptions.packing`)."""
+EVALUATION_FIELDS = (
+    "evaluation_data",
+    "evaluation_split",
+    "evaluation_fraction",
+    "evaluation_documents",
+)
+"""The fields of `DataOptions` that name the data to evaluate on."""
 
 
 class DataOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -44,10 +44,10 @@ from megatrain.runtime.memory.host_memory import HostMemory
 from megatrain.runtime.optimizer import adamw as optimizer
 from megatrain.runtime.optimizer.settings import AdamW
 from megatrain.runtime.ranks import Ranks, refuse_without_ranks
-from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.errors import RunError, UserError
 from megatrain.simulator.model.workload import BY_LAYER, BY_TENSOR
 from megatrain.simulator.policies import evaluation, flush_update
-from megatrain.simulator.schedule import DataClass, Schedule
+from megatrain.simulator.schedule import DataClass, Schedule, base_buffer
 from megatrain.simulator.schedule.arithmetic import own_micro_batches
 from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.schedule.timeline import Span, Timeline
@@ -90,6 +90,10 @@ class Evaluated:
     """Measured start and end of each op."""
 
 
+_STATE = ("weights", "master_low", "moments", "moving_norms")
+"""The classes of data that a checkpoint stores."""
+
+
 class _Program(NamedTuple):
     """A schedule whose ops are bound to tensors."""
 
@@ -114,12 +118,23 @@ def lane_threads(device: torch.device, gpus: int = 1) -> dict[str, int]:
     return {"compute": busy, "update": busy, "h2d": 1, "d2h": 1, "cpu": busy, "exchange": 1}
 
 
+class StateUndefined(RunError):
+    """An op has failed after updates had begun. Some layers may be updated, and others not."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the weights cannot be used, because an update of them has failed: some layers may be"
+            " updated, and others not; resume from the last checkpoint"
+        )
+
+
 class Executor:
     """Executes the steps of a plan. All memory except activations is allocated once, at the start.
 
     Use it as a context manager, or call `close`. The weights are zero until `state.load` is called.
     One thread at a time can use it: it raises UserError if another one is still in one of its
-    methods, or if it is closed.
+    methods, or if it is closed. If an op fails after the updates of a step have begun, all methods
+    that use the state raise StateUndefined from then on.
     """
 
     def __init__(
@@ -170,6 +185,8 @@ class Executor:
         self._state = StepState()
         self._deferred: tuple[float, int] | None = None
         """Learning rate and number of the step whose update is deferred, or None."""
+        self._undefined = False
+        """Whether an op has written state, and not all ops of its program have ended."""
         self._user = threading.RLock()
         """Held by the thread that executes a schedule."""
         self._closed = False
@@ -294,17 +311,30 @@ class Executor:
         `schedule`.
         """
         tasks: dict[str, Task] = {}
+        homes = {buffer for (data, _), buffer in self.schedule.state.items() if data in _STATE}
         for op in schedule.ops:
+            work = self._binder.bind(op)
+            if not homes.isdisjoint(map(base_buffer, op.writes)):
+                work = self._writing_state(work)
             stream = self._streams[op.lane]
             mark = HostMark() if stream is None else StreamMark(stream)
-            tasks[op.id] = Task(
-                op.id, self._binder.bind(op), mark, [tasks[other].mark for other in op.after]
-            )
+            tasks[op.id] = Task(op.id, work, mark, [tasks[other].mark for other in op.after])
         return _Program(
             schedule,
             {name: [tasks[op.id] for op in ops] for name, ops in schedule.lanes.items()},
             tasks,
         )
+
+    def _writing_state(self, work: Callable[[], object]) -> Callable[[], object]:
+        """Returns `work`, the work of an op that writes state. It first marks the state as
+        undefined.
+        """
+
+        def run() -> object:
+            self._undefined = True
+            return work()
+
+        return run
 
     def _bound(self, name: str, make: Callable[[], Schedule]) -> _Program:
         """Returns the program `name`. The first call makes its schedule and binds it."""
@@ -312,7 +342,9 @@ class Executor:
             self._programs[name] = self._bind(make())
         return self._programs[name]
 
-    def step(self, batches: Sequence[Batch], *, rate: float, number: int) -> StepResult:
+    def step(
+        self, batches: Sequence[Batch], *, rate: float, number: int, checked: bool = False
+    ) -> StepResult:
         """Runs one optimizer step.
 
         Args:
@@ -321,11 +353,13 @@ class Executor:
                 (`own_micro_batches`).
             rate: The learning rate.
             number: The number of this step, from 1. AdamW's bias correction depends on it.
+            checked: Whether `check` has accepted `batches`. By default this method calls it.
 
         Raises:
             UserError: `batches` are not as planned, or memory ran out during an op.
             OpFailed: An op failed for another reason. The text names the op.
             RankLost: Another rank has ended or does not answer.
+            StateUndefined: An earlier update has failed.
             FloatingPointError: A loss is not finite, or a value that clipping uses is not finite: a
                 gradient norm or, with clipping by `update`, the RMS of a tensor's update. Nothing
                 is updated if the loss or the norm of `global` clipping is not finite. With clipping
@@ -340,23 +374,27 @@ class Executor:
                 fix="count steps from 1, and look at the learning-rate schedule",
             )
         with self._used():
-            return self._step_used(batches, rate, number)
+            self._refuse_undefined()
+            return self._step_used(batches, rate, number, checked=checked)
 
-    def _step_used(self, batches: Sequence[Batch], rate: float, number: int) -> StepResult:
+    def _step_used(
+        self, batches: Sequence[Batch], rate: float, number: int, *, checked: bool
+    ) -> StepResult:
         """Does what `step` does."""
         # a checksum of all weights needs the parts of the other ranks
         deterministic = torch.are_deterministic_algorithms_enabled() and self.ranks is None
         checksum_before = self._checksum() if deterministic and not self._flush else None
         begin = time.perf_counter()
-        self._refuse_other_than_batches(batches)
+        if not checked:
+            self.check(batches)
         same_shapes = all(batch.documents is None for batch in batches)
         with self._allocation_guard.step(same_shapes=same_shapes):
             self._copy_in(batches, number)
             self._state.number = number
             # a plan that defers updates applies the previous step's update in this step
             self._state.update_at = self._deferred if self._flush else (rate, number)
-            self._deferred = None
             timeline = self._run(self._step)
+            self._deferred = None
             loss, norm = self._read_loss(), self._read_norm()
         seconds = time.perf_counter() - begin
         skipped = self._layers_not_updated()
@@ -392,12 +430,13 @@ class Executor:
             UserError: `batches` are not as planned, or memory ran out during an op.
             OpFailed: An op failed for another reason. The text names the op.
             RankLost: Another rank has ended or does not answer.
+            StateUndefined: An earlier update has failed.
         """
         with self._used():
             self.flush_update()
             program = self._bound("evaluation", lambda: evaluation(self.plan))
             begin = time.perf_counter()
-            self._refuse_other_than_batches(batches)
+            self.check(batches)
             labelled = self._copy_in(batches, None)
             timeline = self._run(program)
             return Evaluated(self._read_loss(), labelled, time.perf_counter() - begin, timeline)
@@ -407,13 +446,22 @@ class Executor:
         `checksum` and `evaluate` call this.
 
         The next step computes the same bits, but the update no longer overlaps its forward pass.
+
+        Raises StateUndefined if an earlier update has failed.
         """
         with self._used():
+            self._refuse_undefined()
             schedule = self._flush
             if schedule is None or self._deferred is None:
                 return
-            self._state.update_at, self._deferred = self._deferred, None
+            self._state.update_at = self._deferred
             self._run(self._bound("flush_update", lambda: schedule))
+            self._deferred = None
+
+    def _refuse_undefined(self) -> None:
+        """Raises StateUndefined if an update has begun and has not ended."""
+        if self._undefined:
+            raise StateUndefined
 
     def memory(self) -> Arenas:
         """Applies a deferred update and returns the pools. Their contents are valid until the next
@@ -452,8 +500,8 @@ class Executor:
         """Returns the checksum of the weights in memory, without a deferred update."""
         return checksum(self.plan, self.schedule, self._arenas)
 
-    def _refuse_other_than_batches(self, batches: object) -> None:
-        """Raises UserError unless `batches` is a sequence of `Batch`."""
+    def check(self, batches: object) -> None:
+        """Raises UserError unless `batches` are the micro-batches of a step as planned."""
         allowed, fix = "Batch(ids, labels)", "make them with megatrain.runtime.batch.Batch"
         if not isinstance(batches, Sequence):
             found, allowed = f"a {type(batches).__name__}", f"a list of {allowed}"
@@ -462,12 +510,6 @@ class Executor:
             if not isinstance(batch, Batch):
                 where, found = f"data: micro-batch {micro}", f"a {type(batch).__name__}"
                 raise UserError(where, found=found, allowed=allowed, fix=fix)
-
-    def _copy_in(self, batches: Sequence[Batch], step: int | None) -> int:
-        """Copies the micro-batches to the buffers that ops read. Returns the number of labelled
-        tokens of all ranks. `step` is the number of the step, or None in an evaluation. Raises
-        UserError if the micro-batches are not as planned.
-        """
         work = self.plan.workload
         if len(batches) != self.plan.micro_batches:
             raise UserError(
@@ -483,12 +525,6 @@ class Executor:
                 self.plan.model.vocabulary,
                 f"data: micro-batch {micro}",
             )
-        all_labels = [batch.trained_labels for batch in batches]
-        labelled = sum(map(count_labelled, all_labels))
-        if self.ranks is not None:
-            labelled = self.ranks.total(labelled)
-        self._state.scale = 1 / max(labelled, 1)
-        for micro, (batch, labels) in enumerate(zip(batches, all_labels, strict=True)):
             if batch.documents is not None and not work.documents:
                 raise UserError(
                     "data",
@@ -496,6 +532,18 @@ class Executor:
                     allowed="rows of one document, as planned",
                     fix="make the plan without --plain-packing",
                 )
+
+    def _copy_in(self, batches: Sequence[Batch], step: int | None) -> int:
+        """Copies the micro-batches to the buffers that ops read. Returns the number of labelled
+        tokens of all ranks. `step` is the number of the step, or None in an evaluation.
+        """
+        work = self.plan.workload
+        all_labels = [batch.trained_labels for batch in batches]
+        labelled = sum(map(count_labelled, all_labels))
+        if self.ranks is not None:
+            labelled = self.ranks.total(labelled)
+        self._state.scale = 1 / max(labelled, 1)
+        for micro, (batch, labels) in enumerate(zip(batches, all_labels, strict=True)):
             rows = [batch.ids, labels]
             if work.documents:
                 rows.append(
@@ -531,6 +579,7 @@ class Executor:
         for op in program.schedule.ops:
             start, end = program.tasks[op.id].mark.span_ns(origin)
             spans.append(Span(op=op.id, lane=op.lane, start_ns=start, end_ns=end))
+        self._undefined = False
         return Timeline(name="measured", digest=program.schedule.digest, spans=tuple(spans))
 
     def _synchronize(self) -> None:

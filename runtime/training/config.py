@@ -208,6 +208,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def __post_init__(self) -> None:
         training = self.training
+        # Python code may pass other objects and values, which are compared and computed with here.
+        _refuse_other_than("training", training, TrainingSettings)
+        _refuse_other_than("schedule", self.schedule, LearningRate)
         if bool(training.steps) == bool(training.epochs):
             raise UserError(
                 "training",
@@ -275,15 +278,22 @@ def checked(value: object, where: str = "config") -> Config:
     Raises UserError if a value has a wrong type or is out of its range. `where` names the config in
     the error.
     """
-    schedule = value.schedule if isinstance(value, Config) else None
-    if schedule is not None and type(schedule) is not LearningRate:
-        raise UserError(
-            f"{where}: schedule",
-            found=f"a {type(schedule).__name__}",
-            allowed="a LearningRate: its fields describe the schedule, and config.toml stores them",
-            fix="choose a shape of LearningRate; other schedules are not supported",
-        )
     return convert(msgspec.to_builtins(value), Config, where)
+
+
+def _refuse_other_than(name: str, section: object, kind: type) -> None:
+    """Raises UserError unless `section`, the section `name` of a Config, is of the class `kind` and
+    has values of the right types and ranges. A subclass is refused, too, because config.toml stores
+    only the fields of `kind`.
+    """
+    if type(section) is not kind:
+        raise UserError(
+            f"config: {name}",
+            found=f"a {type(section).__name__}",
+            allowed=f"a {kind.__name__}, whose fields describe the {name}",
+            fix=f"pass {name}={kind.__name__}(...); a class of your own is not supported",
+        )
+    convert(msgspec.to_builtins(section), kind, f"config: {name}")
 
 
 def with_data(config: Config, data: str) -> Config:

@@ -25,6 +25,7 @@ from megatrain.runtime.training.callback import EvaluationResult
 from megatrain.runtime.training.config import Config
 from megatrain.runtime.training.opening import find_model, packing_of
 from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.units import counted
 from megatrain.simulator.hardware.machine import is_calibrated
 from megatrain.simulator.schedule.arithmetic import own_micro_batches
 from megatrain.simulator.schedule.plan import Plan
@@ -66,10 +67,11 @@ def evaluate(
     if not tokens:
         raise UserError(
             "evaluation data",
-            found=f"{len(parts)} groups of micro-batches, without a position that has a label",
+            found=f"{counted(len(parts), 'group')} of micro-batches, without a position that has a"
+            " label",
             allowed="at least one label other than -100",
-            fix="use data with labels; a method batches() of your own must return all micro-batches"
-            " anew in each call",
+            fix=f"use data with labels{', or a larger over_steps' if over_steps else ''}; a method"
+            " batches() of your own must return all micro-batches anew in each call",
         )
     loss = sum(part.loss * part.labelled for part in parts) / tokens
     return EvaluationResult(

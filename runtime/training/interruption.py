@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
 from typing import Self
 
@@ -14,11 +15,6 @@ from megatrain.simulator.base.errors import Interrupted
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """The signals that are recorded."""
-_CONTINUE = (
-    'to continue, call `fit` of a new Trainer with the same arguments and resume="newest", or with'
-    ' resume="scratch" if its run folder has no checkpoint'
-)
-"""The end of the message for the user."""
 
 
 class InterruptedTraining(Interrupted):
@@ -41,7 +37,11 @@ class Interruption:
     thread, no signal is recorded, because only the main thread can set signal handlers.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, progress: Callable[[], str]) -> None:
+        """`progress` returns the end of a message for the user: when the run ended, what is saved,
+        and how to continue.
+        """
+        self._progress = progress
         self._signal: int | None = None
         self._before: dict[signal.Signals, object] = {}
 
@@ -61,22 +61,25 @@ class Interruption:
         return self._signal is not None
 
     def error(self) -> Interrupted:
-        """Returns the exception to raise after the run has been saved.
+        """Returns the exception to raise after the run has been saved. If no signal was recorded,
+        another rank has received one.
 
         It contains the exit status: 130 after Ctrl-C and 143 after SIGTERM.
         """
-        assert self._signal is not None, "no signal has come"
-        return InterruptedTraining(
-            self._signal,
-            f"{signal.Signals(self._signal).name} ended the training after the current step;"
-            f" {_CONTINUE}",
-        )
+        if self._signal is None:
+            return self._error(signal.SIGTERM, "a signal to another rank ended the training")
+        return self._error(self._signal, f"{_name(self._signal)} ended the training")
+
+    def _error(self, number: int, what: str) -> InterruptedTraining:
+        return InterruptedTraining(number, f"{what} {self._progress()}")
 
     def _record(self, number: int, _: FrameType | None) -> None:
         if self._signal is not None:
-            raise InterruptedTraining(
-                number,
-                f"a second signal, {signal.Signals(number).name}, ended the training at once,"
-                f" without a checkpoint of the current step; {_CONTINUE}",
-            )
+            what = f"a second signal, {_name(number)}, ended the training at once,"
+            raise self._error(number, what)
         self._signal = number
+
+
+def _name(number: int) -> str:
+    """Returns the name of a signal."""
+    return signal.Signals(number).name

@@ -81,7 +81,7 @@ class Progress(Callback):
             self._write(f"step {number}  checkpoint saved")
 
     def on_end(self, trainer: TrainingRun, error: BaseException | None) -> None:
-        if error is None and trainer.stopped and self._number < trainer.config.training.steps:
+        if error is None and trainer.stopped:
             self._write_last(trainer)
             self._write(f"stopped after step {self._number}: {trainer.stopped}")
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from megatrain.runtime.checkpoint.manifest import Manifest
-from megatrain.runtime.checkpoint.same_run import refuse_other_run
+from megatrain.runtime.checkpoint.same_run import INIT, refuse_other_run
 from megatrain.runtime.checkpoint.stored_steps import checkpoint_name, stored_steps
 from megatrain.runtime.files.malformed_file import MalformedFile
 from megatrain.runtime.training.config import Config, checked
@@ -28,9 +28,9 @@ _DATA_FIELDS = ("split", "columns", "loss", "evaluation_fraction", "evaluation_d
 def settings_of(config: Config, data: BatchSource | None) -> dict[str, Any]:
     """Returns the settings that must not change, as plain values keyed by `SECTION.FIELD`.
 
-    They are the learning-rate schedule, the seed, the options for reading and packing the data, and
-    the digest of the data. The path of the data may change. The number of steps is included only if
-    the learning rate depends on it.
+    They are the learning-rate schedule, the seed, the initial weights, the options for reading and
+    packing the data, and the digest of the data. The path of the data may change. The number of
+    steps is included only if the learning rate depends on it.
 
     Args:
         config: the config of the run.
@@ -50,6 +50,7 @@ def settings_of(config: Config, data: BatchSource | None) -> dict[str, Any]:
             "data.digest": getattr(data, "digest", ""),
         }
     settings["training.seed"] = config.training.seed
+    settings[INIT] = config.training.init
     if config.training.steps:
         decays = config.schedule.kind != "constant"
         settings["training.steps"] = config.training.steps if decays else None

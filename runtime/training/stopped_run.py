@@ -86,6 +86,21 @@ def command_to_continue(run: Path) -> str:
     return f"megatrain train --resume {shlex.quote(str(run))}{again}"
 
 
+def how_to_continue(run: Path | None) -> str:
+    """Returns what a training from Python has saved in `run`, and how to continue. `run` is None if
+    there is no run folder.
+    """
+    if run is None:
+        return "nothing was saved, since it has no run folder (`out`)"
+    saved = last_checkpoint(run)
+    state = f"the newest checkpoint is that of step {saved}" if saved else "there is no checkpoint"
+    what, resume = ("continue", "newest") if saved else ("begin again", "scratch")
+    return (
+        f"{state}; to {what}, call `fit` of a new Trainer with the same arguments and"
+        f' resume="{resume}"'
+    )
+
+
 def no_checkpoint(run: Path) -> UserError:
     """Returns the error for resuming `run`, which has no checkpoint."""
     model = newest_model(run)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import difflib
 import math
-import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,6 +25,7 @@ from megatrain.runtime.checkpoint.folder import Checkpoints
 from megatrain.runtime.checkpoint.manifest import EVALUATION_DATA, TOKENIZER, RunState
 from megatrain.runtime.checkpoint.same_run import is_longer
 from megatrain.runtime.data.corpus.corpus import Corpus
+from megatrain.runtime.data.options import EVALUATION_FIELDS
 from megatrain.runtime.data.rows.sources import pinned
 from megatrain.runtime.data.summary import DataSummary
 from megatrain.runtime.data.tokens.tokenize import tokenizer_digest, tokenizer_files
@@ -72,11 +72,15 @@ from megatrain.runtime.training.resumption import refuse_done_steps, settings_of
 from megatrain.runtime.training.run_folder import RunFolder
 from megatrain.runtime.training.run_lock import RunLock
 from megatrain.runtime.training.shared_folder import refuse_unseen
-from megatrain.runtime.training.stopped_run import command_to_continue, no_checkpoint
+from megatrain.runtime.training.stopped_run import (
+    command_to_continue,
+    how_to_continue,
+    no_checkpoint,
+)
 from megatrain.runtime.training.trackers import trackers
 from megatrain.runtime.training.training_run import TrainingRun
 from megatrain.runtime.warm_up import WARM_UP_STEPS
-from megatrain.simulator.base.errors import Interrupted, RunError, UserError
+from megatrain.simulator.base.errors import RunError, UserError
 from megatrain.simulator.hardware.machine import is_calibrated
 from megatrain.simulator.schedule import Schedule
 from megatrain.simulator.schedule.arithmetic import own_micro_batches
@@ -160,24 +164,25 @@ def _refuse_arguments(data: object, evaluation_data: object, callbacks: object) 
                         raise _unknown_method(owner.__name__, name)
 
 
-def _refuse_evaluation_beside_own_data(config: Config, data: object) -> None:
-    """Raises UserError if the config names evaluation data and `data` is an object of the user, so
-    the data of the config is not read.
+def _refuse_unread_data(config: Config, data: object, evaluation_data: object) -> None:
+    """Raises UserError if the config names data that is not read, because `data` or
+    `evaluation_data` is an object of the user.
     """
-    options = config.data
-    named = options.evaluation_data or options.evaluation_split
-    if (
-        data is None
-        or isinstance(data, Path | str)
-        or not (named or options.evaluation_fraction or options.evaluation_documents)
-    ):
-        return
-    raise UserError(
-        "config: data",
-        found="evaluation data in the config, and training data that is an object",
-        allowed="evaluation data as an object, too, or none",
-        fix="pass evaluation_data=OBJECT with a method batches(), or leave it out of the config",
-    )
+    unread: tuple[str, ...] = ()
+    if not isinstance(data, Path | str | None):
+        unread, argument = ("data", *EVALUATION_FIELDS), "data"
+    elif evaluation_data is not None:
+        unread, argument = EVALUATION_FIELDS, "evaluation_data"
+    named = [name for name in unread if getattr(config.data, name)]
+    if named:
+        instead = named != ["data"] and evaluation_data is None
+        raise UserError(
+            "config: data",
+            found=f"{', '.join(named)}, beside an object as the argument `{argument}`",
+            allowed="no such field beside it, because the data that it names is not read",
+            fix=f"{'pass an object as `evaluation_data`, and ' if instead else ''}leave"
+            f" {'it' if len(named) == 1 else 'them'} out of the config",
+        )
 
 
 def _unknown_method(owner: str, name: str) -> UserError:
@@ -249,7 +254,7 @@ class Trainer(TrainingRun):
         self.source = str(model if model is not None else planned_source(self.plan.source, origin))
         self._data, self._evaluation_data = data, evaluation_data
         _refuse_arguments(data, evaluation_data, callbacks)
-        _refuse_evaluation_beside_own_data(self.config, data)
+        _refuse_unread_data(self.config, data, evaluation_data)
         self.schedule = preflight(
             self.plan,
             self.config.optimizer,
@@ -296,19 +301,23 @@ class Trainer(TrainingRun):
             else host_bytes() // self.plan.gpus_per_host
         )
         self.first_step = 1
-        self.finished = False
-        self.timelines: list[Timeline] = []
         self.data_summaries: dict[str, DataSummary] = {}
         self.device_bytes_before = 0
         self._settings: dict[str, Any] = {}
         self._evaluation_pending = False
         self._evaluation_digest = self._tokenizer_digest = ""
-        self._stopped = ""
         self._executing = contextlib.ExitStack()
         self._next: _Execution | None = None
         self._former: _Execution | None = None
-        self._not_saved: CheckpointError | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forgets the results of an earlier call of `fit`."""
+        self.finished = False
+        self.timelines: list[Timeline] = []
         self.saved_step: int | None = None
+        self._not_saved: CheckpointError | None = None
+        self._stopped, self._done = "", 0
 
     @property
     def _start(self) -> Literal["newest"] | int | None:
@@ -392,6 +401,7 @@ class Trainer(TrainingRun):
             self._lock.refuse_taken()
 
     def _fit(self) -> Fitted:
+        self._forget()
         training = self.config.training
         refuse_what_does_not_fit(
             self.plan,
@@ -410,6 +420,7 @@ class Trainer(TrainingRun):
             self._ranks.agree("steps", str(self.config.training.steps))
         for note in self._notes:
             self.note(note)
+        self._notes = []
         if training.deterministic:
             make_deterministic()
         torch.manual_seed(training.seed)
@@ -419,7 +430,7 @@ class Trainer(TrainingRun):
             self._note_little_room()
             try:
                 self._notify("on_start", self)
-                with Interruption() as interruption:
+                with Interruption(self._how_it_ended) as interruption:
                     fitted = self._loop(data, held_out, interruption)
             except BaseException as error:
                 self._end(error)
@@ -560,14 +571,15 @@ class Trainer(TrainingRun):
                 self._notes.append,
                 self.data_summaries.update,
             )
-            data, held_out = opened[0], held_out or opened[1]
+            data = opened[0]
+            held_out = opened[1] if held_out is None else held_out
         elif hasattr(data, "packing"):  # a Corpus
             refuse_packing(data.packing, self.plan)
         self._count_epochs(data)
         self._notes += learning_rate_notes(self.config)
         self._settings = settings_of(self.config, data)
         self._evaluation_digest = str(getattr(held_out, "digest", ""))
-        if held_out and (note := best_checkpoints_note(self.config)):
+        if held_out is not None and (note := best_checkpoints_note(self.config)):
             self._notes.append(note)
         return data, held_out
 
@@ -657,9 +669,11 @@ class Trainer(TrainingRun):
         every = self.config.evaluation.every_steps, saving.every_steps
         clock = saving.every_minutes if self._checkpoints is not None else 0.0
         saved_at = time.monotonic()
-        number, loss, evaluation = self.first_step - 1, None, None
+        number = self._done = self.first_step - 1
+        loss, evaluation = None, None
         if self._evaluation_pending and held_out is not None:
-            evaluation = self._evaluate(held_out, number, interruption)
+            with self._kept_if_it_fails(None, "the evaluation"):
+                evaluation = self._evaluate(held_out, number, interruption)
             if evaluation is not None:
                 self._notify("on_evaluation", self, evaluation)
         stopping, run = False, None
@@ -667,13 +681,13 @@ class Trainer(TrainingRun):
             if stopping or self._interrupted(interruption):
                 break
             step = self._step(data, number, run)
-            loss = step.loss
+            self._done, loss = number, step.loss
             owed = held_out is not None and (
                 number == steps or (every[0] > 0 and number % every[0] == 0)
             )
             done = RunState(
                 step=number,
-                loss=None if held_out else loss,
+                loss=loss if held_out is None else None,
                 settings=self._settings,
                 progress=self._run_progress(owed),
             )
@@ -684,7 +698,7 @@ class Trainer(TrainingRun):
                 self.finished or (interval > 0 and number % interval == 0) for interval in every
             )
             result = None
-            if evaluate and held_out:
+            if evaluate and held_out is not None:
                 with self._kept_if_it_fails(done, "the evaluation"):
                     result = self._evaluate(held_out, number, interruption)
             if result is not None:
@@ -697,7 +711,7 @@ class Trainer(TrainingRun):
             stopping = self._interrupted(interruption)
             due = stopping or by_clock or (save and (saving.every_steps or clock))
             switch = self._next is not None and not (self.finished or stopping)
-            pending = bool(evaluate and held_out and not result)
+            pending = evaluate and held_out is not None and result is None
             run = msgspec.structs.replace(done, progress=self._run_progress(pending))
             if due or switch:
                 saved = bool(due) and self._save(run)
@@ -709,9 +723,13 @@ class Trainer(TrainingRun):
         if stopping or self._interrupted(interruption):
             if run is not None and not stopping and self.saved_step != run.step:
                 self._save(run)  # the signal came after the last look at the end of the step
-            # Without an own signal, another rank received one.
-            raise interruption.error() if interruption else Interrupted(signal.SIGTERM)
-        return Fitted(number, loss, evaluation, self._stopped if number < steps else "")
+            raise interruption.error()
+        return Fitted(number, loss, evaluation, self.stopped)
+
+    def _how_it_ended(self) -> str:
+        """Returns when a signal ended the training, what is saved, and how to continue."""
+        when = f"after step {self._done}" if self._done else "before the first step"
+        return f"{when}; {how_to_continue(self.out)}"
 
     def _run_progress(self, owed: bool) -> dict[str, Any]:
         """Returns `RunState.progress`. `owed` says whether an evaluation is pending."""
@@ -730,8 +748,9 @@ class Trainer(TrainingRun):
         rate, failed = self.config.schedule.at(number, steps), ""
         with self._kept_if_it_fails(before, "the data"):
             batches = self._read(data, number)
+            self.executor.check(batches)
         try:
-            result = self.executor.step(batches, rate=rate, number=number)
+            result = self.executor.step(batches, rate=rate, number=number, checked=True)
         except FloatingPointError:
             if number == self.first_step:
                 self._refuse_weights_that_are_not_finite()
@@ -890,14 +909,16 @@ class Trainer(TrainingRun):
     @contextlib.contextmanager
     def _kept_if_it_fails(self, run: RunState | None, what: str) -> Iterator[None]:
         """Writes the checkpoint `run` if code of the user fails in the block, so that no step is
-        lost. `what` is this code in words. None means that no step has been executed.
+        lost. `what` is this code in words. None means that there is no new step to save.
+
+        Raises UserError in place of a StopIteration, which has no text.
 
         With several ranks no checkpoint is written, because the other ranks do not write their
         parts.
         """
         try:
             yield
-        except Exception:
+        except Exception as failure:
             checkpoints = self._checkpoints if self._ranks is None else None
             if checkpoints and run is not None and self.saved_step != run.step:
                 try:
@@ -908,6 +929,13 @@ class Trainer(TrainingRun):
                     said = f"{what} failed, and then no checkpoint could be written: {error}"
                 with contextlib.suppress(UserError, RunError):  # the first error is reported
                     self.note(said)
+            if isinstance(failure, StopIteration):
+                raise UserError(
+                    f"training: {what}",
+                    found="a StopIteration: an iterator has ended",
+                    allowed="micro-batches in each call",
+                    fix="begin again at its end, or train for fewer steps",
+                ) from failure
             raise
 
     def _save(self, run: RunState) -> bool:

@@ -51,6 +51,8 @@ class TrainingRun(abc.ABC):
     """Whether no further step will be done."""
     _stopped: str = ""
     """The reason that `stop` was called with. Empty until then."""
+    _done: int = 0
+    """The number of the last step that has ended, or 0."""
     saved_step: int | None
     """The number of the step after which the newest checkpoint was saved, or None if this training
     has saved none."""
@@ -70,7 +72,7 @@ class TrainingRun(abc.ABC):
     @property
     def stopped(self) -> str:
         """The reason if a callback stopped the training early, otherwise empty."""
-        return self._stopped
+        return self._stopped if self._done < self.config.training.steps else ""
 
     @property
     def state(self) -> ModelState:

@@ -191,6 +191,7 @@ def test_another_run_s_settings_are_refused_by_name(command: Command, files_in: 
             ),
         ),
         (("--seed", 1), "training.seed 0 in the checkpoint and 1"),
+        (("--init", "random"), "training.init model in the checkpoint and random in this run"),
         (("--weight-decay", "0.1"), "optimizer.weight_decay 0.0 in the checkpoint and 0.1"),
         (("--eval-fraction", "0.6"), "data.evaluation_fraction 0.5"),
         (("--data", "other"), "data.digest"),
@@ -232,6 +233,7 @@ def test_changed_settings_are_refused_before_torch_is_loaded(command: Command) -
         (("--steps", "1"), "training: steps: found 1"),
         (("--lr", "1e-3"), "schedule.rate 0.003 in the checkpoint and 0.001"),
         (("--seed", "1"), "training.seed 0 in the checkpoint and 1"),
+        (("--init", "random"), "training.init model in the checkpoint and random in this run"),
         (("--weight-decay", "0.1"), "optimizer.weight_decay 0.0 in the checkpoint and 0.1"),
     ):
         done = subprocess.run(

@@ -68,7 +68,7 @@ def train(
 
     checkpoint.write_tensors = watched
     checkpoints = Checkpoints(Path(folder), keep_last=2)
-    with Interruption() as interruption, _executor(policy) as executor:
+    with Interruption(lambda: "") as interruption, _executor(policy) as executor:
         state = executor.state
         found = checkpoints.restore(executor, {})
         if found is None:

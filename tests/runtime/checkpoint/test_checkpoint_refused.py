@@ -284,6 +284,26 @@ def test_a_checkpoint_from_before_a_setting_was_added_is_resumed(
     assert "found optimizer.adagc_decay 0.98" in str(error.value)
 
 
+def test_a_checkpoint_that_does_not_name_its_initial_weights_is_resumed(
+    saved: tuple[Plan, Path], session: Callable[..., Any]
+) -> None:
+    plan, folder = saved
+    settings = {**SETTINGS, "training.init": "random"}
+    with session(plan) as running:
+        assert Checkpoints(folder).restore(running.executor, settings).step == 2
+    reseal(
+        folder / "step-00000002",
+        lambda content: content["run"]["settings"].update({"training.init": "model"}),
+    )
+    with (
+        session(plan) as running,
+        pytest.raises(
+            UserError, match=r"found training\.init model in the checkpoint and random in this run"
+        ),
+    ):
+        Checkpoints(folder).restore(running.executor, settings)
+
+
 def test_a_checkpoint_from_before_short_recomputes_is_resumed(
     saved: tuple[Plan, Path], executable: Callable[..., Plan], session: Callable[..., Any]
 ) -> None:

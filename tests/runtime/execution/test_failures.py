@@ -12,13 +12,19 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from megatrain.runtime.checkpoint.checkpoint import save
+from megatrain.runtime.checkpoint.manifest import RunState
 from megatrain.runtime.execution import executor
+from megatrain.runtime.execution.executor import StateUndefined
 from megatrain.runtime.execution.lanes import LaneGroup, OpFailed
+from megatrain.runtime.files.model_files import export
+from megatrain.runtime.layers.functional_layers import config_of
 from megatrain.simulator import policies
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.schedule.plan import Placement, Plan
@@ -148,6 +154,119 @@ def test_a_deferred_update_on_a_full_device_is_refused_in_one_line(
         assert {
             thread.name for thread in threading.enumerate() if thread.name.startswith("lane-")
         } == {f"lane-{name}" for name in running.executor.schedule.lanes if name != "update"}
+
+
+def broken() -> None:
+    raise ValueError("broken")
+
+
+USES: dict[str, Callable[[Any, Path], object]] = {
+    "step": lambda running, _: running.step(9),
+    "evaluate": lambda running, _: running.executor.evaluate(running.batches(9)),
+    "checksum": lambda running, _: running.executor.checksum(),
+    "state": lambda running, _: running.masters(),
+    "checkpoint": lambda running, place: save(
+        running.executor, RunState(step=1, loss=None), place / "checkpoint"
+    ),
+    "export": lambda running, place: export(
+        running.state, running.plan, config_of(running.plan.model), place / "model"
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("policy", "op"),
+    [
+        ("overlapped", "F1.m0"),
+        ("overlapped", "B1.m0"),
+        ("overlapped", "flush"),
+        ("k_buffer", "UC2"),
+    ],
+)
+def test_after_an_update_that_failed_nothing_uses_the_state(
+    executable: Callable[..., Plan],
+    session: Callable[..., Any],
+    tmp_path: Path,
+    policy: str,
+    op: str,
+) -> None:
+    """Some layers may be updated and others not. A step begins with the deferred update."""
+    with session(executable(policy, layers=3, clipping="global", chunk_bytes=2**20)) as running:
+        running.step(1)
+        if op == "flush":
+            running.executor.flush_update()
+            running.step(2)
+            tasks = running.executor._programs["flush_update"].tasks
+            next(task for name, task in tasks.items() if name.startswith("U2")).run = broken
+            with pytest.raises(OpFailed, match=r"^U2\S* on lane update: ValueError: broken$"):
+                running.executor.flush_update()
+        else:
+            running.tasks[op].run = broken
+            with pytest.raises(OpFailed, match="broken"):
+                running.step(2)
+        for use in USES.values():
+            with pytest.raises(StateUndefined, match=r"not; resume from the last checkpoint$"):
+                use(running, tmp_path)
+        assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("policy", ["overlapped", "k_buffer"])
+def test_a_failed_evaluation_leaves_the_state(
+    executable: Callable[..., Plan], session: Callable[..., Any], tmp_path: Path, policy: str
+) -> None:
+    """It writes no state, also where it begins with a deferred update."""
+    with session(executable(policy, layers=3, clipping="global")) as good:
+        wanted = good.bits(steps=2).masters
+    with session(executable(policy, layers=3, clipping="global")) as running:
+        running.step(1)
+        running.executor.evaluate(running.batches(9))
+        running.step(2)
+        task = running.executor._programs["evaluation"].tasks["F1.m0"]
+        works, task.run = task.run, broken
+        with pytest.raises(OpFailed, match="broken"):
+            running.executor.evaluate(running.batches(9))
+        assert running.masters() == wanted
+        task.run = works
+        for use in USES.values():
+            use(running, tmp_path)
+
+
+@pytest.mark.parametrize("policy", ["overlapped", "k_buffer"])
+def test_a_step_that_fails_before_its_updates_leaves_the_state(
+    executable: Callable[..., Plan], session: Callable[..., Any], policy: str
+) -> None:
+    """This holds also for the update that the step before deferred."""
+    plan = executable(policy, layers=3, clipping="global", chunk_bytes=2**20)
+    with session(plan) as good:
+        wanted = good.bits(steps=2).masters
+    with session(plan) as running:
+        running.step(1)
+        op = "B1.m0"
+        if policy == "overlapped":
+            lanes = running.executor.schedule.lanes
+            op = next(op.id for op in lanes["update"] if op.kind == "update")
+        task = running.tasks[op]
+        works, task.run = task.run, broken
+        with pytest.raises(OpFailed, match="broken"):
+            running.step(2)
+        task.run = works
+        running.step(2)
+        assert running.masters() == wanted
+
+
+def test_a_deferred_update_whose_ops_cannot_be_bound_is_not_lost(
+    executable: Callable[..., Plan], session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = executable("overlapped", layers=3, clipping="global")
+    with session(plan) as good:
+        wanted = good.bits(steps=1).masters
+    with session(plan) as running:
+        running.step(1)
+        with monkeypatch.context() as patch:
+            patch.setattr(running.executor, "_bind", lambda _: broken())
+            with pytest.raises(ValueError, match="broken"):
+                running.executor.flush_update()
+        assert running.masters() == wanted
 
 
 @pytest.mark.parametrize("kernels", ["fused", "eager"])

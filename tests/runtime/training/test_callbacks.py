@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,13 @@ from transformers import AutoModelForCausalLM
 
 from megatrain.runtime.checkpoint import checkpoint
 from megatrain.runtime.checkpoint.manifest import Manifest
+from megatrain.runtime.execution.executor import Executor
 from megatrain.runtime.training import trainer as trainer_module
 from megatrain.runtime.training.callback import Callback, CallbackError, EvaluationResult, Step
 from megatrain.runtime.training.config import Config, TrainingSettings
 from megatrain.runtime.training.learning_rate import LearningRate
 from megatrain.runtime.training.trainer import Trainer
-from megatrain.simulator.base.errors import RunError, UserError
+from megatrain.simulator.base.errors import Interrupted, RunError, UserError
 from megatrain.simulator.schedule.plan import Plan
 
 CPU = torch.device("cpu")
@@ -343,6 +345,105 @@ def test_a_callback_may_stop_the_training(place: Path, prepare: Any) -> None:
     assert (place / "run" / "model" / "model.safetensors").exists()
 
 
+def test_a_stop_in_the_last_step_is_not_early_and_a_second_training_forgets_the_first(
+    place: Path, prepare: Any
+) -> None:
+    class Stop(Recorder):
+        at = 5
+
+        def on_note(self, text: str) -> None:
+            self.events.append(("note", text))
+
+        def on_step(self, trainer: Trainer, step: Step) -> None:
+            assert not trainer.finished
+            if step.number == self.at:
+                trainer.stop("enough")
+
+    stop = Stop()
+    trainer = prepare(place, None, callbacks=[stop])
+    fitted = []
+    for stop.at in (5, 2, 9):
+        stop.events.clear()
+        fitted.append(trainer.fit())
+        assert fitted[-1].stopped == trainer.stopped
+        notes = [what for event, what in stop.events if event == "note"]
+        assert sum(note.startswith("learning rate") for note in notes) == 1
+    assert [(each.steps, each.stopped) for each in fitted] == [(5, ""), (2, "enough"), (5, "")]
+    assert fitted[0].loss == fitted[2].loss
+
+
+CONTINUE = "call `fit` of a new Trainer with the same arguments and resume="
+
+
+@pytest.mark.parametrize(
+    ("out", "signals", "fields", "message"),
+    [
+        (None, {2: 1}, {}, "after step 2; nothing was saved, since it has no run folder (`out`)"),
+        (
+            "run",
+            {0: 1},
+            {},
+            f'before the first step; there is no checkpoint; to begin again, {CONTINUE}"scratch"',
+        ),
+        (
+            "run",
+            {2: 1},
+            {},
+            f"after step 2; the newest checkpoint is that of step 2; to continue,"
+            f' {CONTINUE}"newest"',
+        ),
+        (
+            "run",
+            {3: 2},
+            {"saving.every_steps": 2},
+            f"after step 3; the newest checkpoint is that of step 2; to continue,"
+            f' {CONTINUE}"newest"',
+        ),
+    ],
+    ids=["no folder", "before", "after", "second"],
+)
+def test_the_text_of_an_interruption_says_what_is_saved(
+    place: Path,
+    prepare: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    out: str | None,
+    signals: dict[int, int],
+    fields: dict[str, Any],
+    message: str,
+) -> None:
+    """The resumed run, if it can be resumed, ends as one that was not interrupted."""
+
+    def send(number: int) -> None:
+        for _ in range(signals.get(number, 0)):
+            signal.raise_signal(signal.SIGTERM)
+
+    class Sending(Callback):
+        def on_step(self, trainer: Trainer, step: Step) -> None:
+            send(step.number)
+
+    loop = Trainer._loop
+
+    def begun(self: Trainer, *arguments: Any) -> Any:
+        send(0)
+        return loop(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_loop", begun)
+        with pytest.raises(Interrupted) as error:
+            prepare(place, out, callbacks=[Sending()], **fields).fit()
+    at_once = 2 in signals.values()
+    what = (
+        "a second signal, SIGTERM, ended the training at once,"
+        if at_once
+        else "SIGTERM ended the training"
+    )
+    assert str(error.value) == f"{what} {message}"
+    assert error.value.status == 143
+    if out is not None:
+        resume = message.rpartition("=")[2].strip('"')
+        assert prepare(place, out, resume=resume, **fields).fit().steps == 5
+
+
 def test_a_callback_sees_whether_a_run_has_finished(place: Path, prepare: Any) -> None:
     seen: list[bool] = []
 
@@ -486,14 +587,73 @@ def test_the_error_of_a_callback_is_reported_even_if_the_note_about_it_fails(
     assert "a callback failed, and then no checkpoint could be written: no space left" in notes
 
 
+@pytest.mark.parametrize("reader", ["evaluation", "callback"])
+def test_no_checkpoint_has_a_part_of_an_update(
+    place: Path, prepare: Any, executable: Any, monkeypatch: pytest.MonkeyPatch, reader: str
+) -> None:
+    """An op of the update that step 4 deferred fails, after other layers were updated. The
+    checkpoint of step 3 stays, and the run continues from it.
+    """
+
+    class Reader(Recorder):
+        def on_step(self, trainer: Trainer, step: Step) -> None:
+            if reader == "callback" and step.number == 4:
+                trainer.state.tensors()
+
+    plan = executable("overlapped", vocabulary=300, dtype="fp32", accumulation=2, clipping="global")
+    plan.save(place / "plan.toml")
+    every = {"evaluation.every_steps": 4, "saving.every_steps": 3, "keep_last": 1, "steps": 5}
+    fields = {
+        **every,
+        **({"evaluation_data": str(place / "corpus")} if reader == "evaluation" else {}),
+    }
+    prepare(place, "straight", **fields).fit()
+    run, flush = Executor._run, []
+
+    def breaking(self: Executor, program: Any) -> Any:
+        if "flush_update" in self._programs and program is self._programs["flush_update"]:
+            flush.append(program)
+            if len(flush) == 2:  # the first is that of the checkpoint of step 3
+                task = [task for op, task in program.tasks.items() if op.startswith("U")][2]
+                monkeypatch.setattr(task, "run", lambda: {}["broken"])
+        return run(self, program)
+
+    recorder, notes = Reader(), list[str]()
+    recorder.on_note = notes.append  # type: ignore[method-assign]
+    trainer = prepare(place, "broken", callbacks=[recorder], **fields)
+    with monkeypatch.context() as patch:
+        patch.setattr(Executor, "_run", breaking)
+        with pytest.raises(RunError, match=r"^U\S+ on lane update: KeyError: 'broken'$"):
+            trainer.fit()
+    assert [path.name for path in (place / "broken/checkpoints").iterdir()] == ["step-00000003"]
+    assert trainer.saved_step == 3
+    what = "the evaluation" if reader == "evaluation" else "a callback"
+    assert notes[-1] == (
+        f"{what} failed, and then no checkpoint could be written: the weights cannot be used,"
+        " because an update of them has failed: some layers may be updated, and others not; resume"
+        " from the last checkpoint"
+    )
+    prepare(place, "broken", resume="newest", **fields).fit()
+    models = [
+        (place / name / "model/model.safetensors").read_bytes() for name in ("straight", "broken")
+    ]
+    assert models[0] == models[1]
+
+
 def test_no_rank_alone_writes_a_checkpoint_after_the_error_of_a_callback(
     place: Path, prepare: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other ranks do not write their parts, so the checkpoint would never be complete."""
-    trainer = prepare(place, callbacks=[Failing("on_step", 1, ZeroDivisionError("oh"))])
+    trainer, save = (
+        prepare(place, callbacks=[Failing("on_step", 1, ZeroDivisionError("oh"))]),
+        Mock(),
+    )
+    monkeypatch.setattr(trainer._checkpoints, "save", save)
+    monkeypatch.setattr(trainer, "executor", None, raising=False)
     monkeypatch.setattr(trainer, "_ranks", object())
     with pytest.raises(CallbackError):
         trainer._notify_after("on_step", Mock(number=1), Mock(step=1))
+    assert save.mock_calls == []
     assert trainer.saved_step is None
 
 

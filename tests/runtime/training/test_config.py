@@ -173,8 +173,13 @@ def test_an_invalid_config_file_gives_a_one_line_error(
 
 
 def test_a_config_built_in_python_is_checked_too() -> None:
-    with pytest.raises(UserError, match=r"config: schedule.rate"):
+    with pytest.raises(UserError, match=r"config: schedule: rate"):
         checked(Config(training=TrainingSettings(steps=100), schedule=LearningRate(rate=-1.0)))
+    for steps in (-3, "3"):
+        with pytest.raises(UserError, match=r"^config: training: steps: found (-3|`str`); allowed"):
+            Config(training=TrainingSettings(steps=steps))  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"^config: training: found a dict; allowed: a TrainingSet"):
+        Config(training={"steps": 3})  # type: ignore[arg-type]
     with pytest.raises(UserError, match="schedule: warm_up_steps: found 10"):
         Config(
             training=TrainingSettings(steps=5),

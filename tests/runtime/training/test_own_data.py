@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from megatrain.runtime.batch import IGNORED, Batch
+from megatrain.runtime.checkpoint.folder import Checkpoints
 from megatrain.runtime.data.options import DataOptions
 from megatrain.runtime.training.config import Config, EvaluationSettings, Saving, TrainingSettings
 from megatrain.runtime.training.learning_rate import LearningRate
@@ -19,16 +22,25 @@ from megatrain.simulator.schedule.plan import Plan
 CPU = torch.device("cpu")
 
 
-class Drawn:
-    """Training data. `failing` is the step whose data cannot be read."""
+def gone(_: object) -> None:
+    raise ConnectionError("the server is gone")
 
-    def __init__(self, plan: Plan, failing: int = 0) -> None:
-        self.work, self.vocabulary, self.failing = plan.workload, plan.model.vocabulary, failing
+
+class Drawn:
+    """Training data. The batches of step `failing` are what `spoil` returns for them."""
+
+    def __init__(
+        self, plan: Plan, failing: int = 0, spoil: Callable[[list[Batch]], Any] = gone
+    ) -> None:
+        self.work, self.vocabulary = plan.workload, plan.model.vocabulary
+        self.failing, self.spoil = failing, spoil
 
     def step(self, number: int) -> list[Batch]:
+        batches = [self.batch(100 * number + micro) for micro in range(self.work.accumulation)]
         if number == self.failing:
-            raise ConnectionError("the server is gone")
-        return [self.batch(100 * number + micro) for micro in range(self.work.accumulation)]
+            spoiled: list[Batch] = self.spoil(batches)
+            return spoiled
+        return batches
 
     def batch(self, seed: int) -> Batch:
         shape = (self.work.batch, self.work.sequence)
@@ -62,17 +74,45 @@ def weights(run: Path) -> bytes:
     return (run / "model" / "model.safetensors").read_bytes()
 
 
+def changed(**change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[list[Batch]], Any]:
+    """Returns a function that changes tensors of the last of some batches."""
+
+    def spoil(batches: list[Batch]) -> list[Batch]:
+        *others, last = batches
+        return [
+            *others,
+            last._replace(**{name: make(getattr(last, name)) for name, make in change.items()}),
+        ]
+
+    return spoil
+
+
 @pytest.mark.parametrize(
-    ("data", "held_out", "error", "kept"),
+    ("data", "spoil", "held_out", "error", "kept"),
     [
-        (4, 0, ConnectionError, 3),
-        (0, 1, OSError, 2),
-        (0, 2, OSError, 4),
-        (1, 0, ConnectionError, 0),
+        (4, gone, 0, "the server is gone", 3),
+        (0, gone, 1, "the disk is gone", 2),
+        (0, gone, 2, "the disk is gone", 4),
+        (1, gone, 0, "the server is gone", 0),
+        (4, lambda batches: batches[1:], 0, "data: found 1 micro-batches; allowed: 2", 3),
+        (4, lambda _: [], 0, "data: found 0 micro-batches; allowed: 2", 3),
+        (4, lambda _: None, 0, "data: micro-batches: found a NoneType; allowed: a list", 3),
+        (4, iter, 0, "data: micro-batches: found a list_iterator; allowed: a list", 3),
+        (4, lambda batches: [*batches[1:], 7], 0, "data: micro-batch 2: found a int", 3),
+        (4, changed(ids=lambda ids: ids[:, 1:]), 0, "data: micro-batch 2: ids: found", 3),
+        (4, changed(ids=lambda ids: ids.int()), 0, r"data: .*: ids: found .* int32", 3),
+        (4, changed(labels=lambda ids: ids + 300), 0, "data: micro-batch 2: labels: found ids", 3),
+        (
+            4,
+            changed(documents=lambda _: torch.zeros(2, 16).long()),
+            0,
+            "data: found rows of several doc",
+            3,
+        ),
     ],
 )
 def test_data_that_fails_loses_no_step(
-    place: Path, data: int, held_out: int, error: type[Exception], kept: int
+    place: Path, data: int, spoil: Callable[[Any], Any], held_out: int, error: str, kept: int
 ) -> None:
     """A checkpoint of the last step is written, and the resumed run ends as one that never failed.
 
@@ -86,12 +126,12 @@ def test_data_that_fails_loses_no_step(
     ).fit()
     trainer = Trainer(
         file,
-        data=Drawn(plan, data),
+        data=Drawn(plan, data, spoil),
         evaluation_data=HeldOut(Drawn(plan), held_out),
         out=place / "run",
         **options,
     )
-    with pytest.raises(error, match="gone"):
+    with pytest.raises((OSError, UserError), match=error):
         trainer.fit()
     assert trainer.saved_step == (kept or None)
     if not kept:
@@ -138,24 +178,103 @@ def test_the_error_of_an_evaluation_is_reported_even_if_no_checkpoint_can_be_wri
     assert "the evaluation failed, and then no checkpoint could be written: CUDA error" in notes
 
 
-@pytest.mark.parametrize("used_up", [False, True])
-def test_an_evaluation_without_labels_is_an_error(place: Path, used_up: bool) -> None:
+@pytest.mark.parametrize(("used_up", "over_steps"), [(False, 0), (True, 0), (False, 1)])
+def test_an_evaluation_without_labels_is_an_error(
+    place: Path, used_up: bool, over_steps: int
+) -> None:
     """Its loss would be 0, the best of all."""
     file = place / "plan.toml"
     drawn = Drawn(Plan.load(file))
     batch = drawn.batch(1)
     without = batch._replace(labels=torch.full_like(batch.labels, IGNORED))
-    left = iter([batch] if used_up else [without])
+    left = iter([batch] if used_up else [without, without, *[batch] * over_steps])
 
     class Once:
         def batches(self) -> Any:
             return left
 
-    trainer = Trainer(
-        file, data=drawn, config=config(), evaluation_data=Once(), device=CPU, progress=False
+    settings = msgspec.structs.replace(
+        config(), evaluation=EvaluationSettings(every_steps=2, over_steps=over_steps)
     )
-    with pytest.raises(UserError, match=r"evaluation data: found .* without a position that has a"):
+    trainer = Trainer(
+        file, data=drawn, config=settings, evaluation_data=Once(), device=CPU, progress=False
+    )
+    groups = "0 groups" if used_up else "1 group"
+    more = ", or a larger over_steps" if over_steps else ""
+    with pytest.raises(
+        UserError,
+        match=rf"evaluation data: found {groups} of micro-batches, without a position that has a"
+        rf" label; .*; fix: use data with labels{more}; a method",
+    ):
         trainer.fit()
+
+
+def test_evaluation_data_that_says_it_is_empty_is_evaluated(place: Path) -> None:
+    """Only `batches` decides. Another attribute, such as a length, may mean something else."""
+
+    class Sized(HeldOut):
+        def __len__(self) -> int:
+            return 0
+
+    file = place / "plan.toml"
+    for data in (Drawn(Plan.load(file)), place / "corpus"):
+        held_out = Sized(Drawn(Plan.load(file)))
+        fitted = Trainer(
+            file, None, data, config(), evaluation_data=held_out, device=CPU, progress=False
+        ).fit()
+        assert held_out.calls == 2
+        assert fitted.evaluation
+        assert fitted.evaluation.number == 4
+
+
+@pytest.mark.parametrize("ended", ["data", "evaluation"])
+def test_an_iterator_that_has_ended_is_named(place: Path, ended: str) -> None:
+    """A StopIteration has no text, and callers of an iterator take it for its end."""
+
+    def stop(*_: object) -> Any:
+        return next(iter(()))
+
+    file = place / "plan.toml"
+    drawn = Drawn(Plan.load(file), 3 if ended == "data" else 0, stop)
+    held_out = HeldOut(drawn)
+    if ended == "evaluation":
+        held_out.batches = stop  # type: ignore[method-assign]
+    trainer = Trainer(
+        file,
+        data=drawn,
+        config=config(),
+        evaluation_data=held_out,
+        out=place / "run",
+        device=CPU,
+        progress=False,
+    )
+    with pytest.raises(
+        UserError, match=rf"^training: the {ended}: found a StopIteration: an iterator has ended; "
+    ):
+        trainer.fit()
+    assert trainer.saved_step == 2
+
+
+def test_a_step_that_is_saved_already_is_not_saved_again(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = place / "plan.toml"
+    settings = msgspec.structs.replace(config(), saving=Saving(every_steps=3, every_minutes=0))
+    trainer = Trainer(
+        file, data=Drawn(Plan.load(file), 4), config=settings, out=place / "run", device=CPU
+    )
+    save, saved, notes = Checkpoints.save, list[int](), list[str]()
+
+    def recorded(self: Checkpoints, executor: Any, run: Any) -> None:
+        saved.append(run.step)
+        save(self, executor, run)
+
+    monkeypatch.setattr(Checkpoints, "save", recorded)
+    monkeypatch.setattr(trainer, "note", notes.append)
+    with pytest.raises(ConnectionError):
+        trainer.fit()
+    assert saved == [3]
+    assert not [note for note in notes if "failed" in note]
 
 
 @pytest.mark.parametrize("given", ["held-out.txt", ["held-out.txt"], [1]], ids=str)
@@ -164,38 +283,58 @@ def test_evaluation_data_that_is_no_object_with_batches_is_refused(place: Path, 
         Trainer(place / "plan.toml", data=place / "corpus", evaluation_data=given, device=CPU)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        DataOptions(evaluation_data="held-out.txt"),
-        DataOptions(evaluation_fraction=0.1),
-        DataOptions(evaluation_documents=3),
-    ],
-    ids=["data", "fraction", "documents"],
-)
-def test_evaluation_data_of_the_config_beside_own_training_data_is_refused(
-    place: Path, options: DataOptions
-) -> None:
-    """The config's data is not read then, so nothing would be evaluated."""
+OPTIONS = {
+    "evaluation_data": DataOptions(evaluation_data="held-out.txt"),
+    "evaluation_split": DataOptions(evaluation_split="test"),
+    "evaluation_fraction": DataOptions(evaluation_fraction=0.5),
+    "evaluation_documents": DataOptions(evaluation_documents=3),
+    "data": DataOptions(data="nowhere"),
+    "data, evaluation_fraction": DataOptions(data="nowhere", evaluation_fraction=0.5),
+}
+
+
+@pytest.mark.parametrize("named", OPTIONS)
+def test_data_of_the_config_that_is_not_read_is_refused(place: Path, named: str) -> None:
+    """An object replaces the data of the config, or its evaluation data. A part of the data that is
+    set apart for evaluation would be evaluated nowhere.
+    """
     file = place / "plan.toml"
-    data = Drawn(Plan.load(file))
-    with pytest.raises(UserError, match="config: data: found evaluation data in the config, and"):
-        Trainer(file, data=data, config=Config(data=options), device=CPU)
-    Trainer(file, data=place / "corpus", config=Config(data=options), device=CPU)
+    drawn, settings = Drawn(Plan.load(file)), Config(data=OPTIONS[named])
+    evaluates = named != "data"
+    leave = f"leave {'them' if ',' in named else 'it'} out of the config"
+
+    def refused(argument: str, names: str, fix: str, **arguments: Any) -> None:
+        with pytest.raises(UserError) as error:
+            Trainer(file, config=settings, device=CPU, **arguments)
+        found = f"config: data: found {names}, beside an object as the argument `{argument}`; "
+        assert str(error.value).startswith(found)
+        assert str(error.value).endswith(f"; fix: {fix}")
+
+    instead = f"pass an object as `evaluation_data`, and {leave}" if evaluates else leave
+    refused("data", named, instead, data=drawn)
+    refused("data", named, leave, data=drawn, evaluation_data=HeldOut(drawn))
+    if evaluates:
+        only, one = named.removeprefix("data, "), "leave it out of the config"
+        file_data: dict[str, Any] = {"data": place / "corpus", "evaluation_data": HeldOut(drawn)}
+        refused("evaluation_data", only, one, **file_data)
+        refused("evaluation_data", only, one, **{**file_data, "data": None})
+    Trainer(file, data=place / "corpus", config=settings, device=CPU)
+    Trainer(file, config=settings, device=CPU)
 
 
-def test_a_learning_rate_schedule_of_one_s_own_is_refused(place: Path) -> None:
+def test_a_learning_rate_schedule_of_one_s_own_is_refused() -> None:
     """It would be stored, and trained with, as its fields."""
 
     class Mine(LearningRate):
         def at(self, number: int, steps: int) -> float:
             return 1e-3 / (number + steps)
 
-    for schedule in (Mine(), lambda _: 1e-3):
-        with pytest.raises(UserError, match=r"config: schedule: found a (Mine|function); allowed"):
-            Trainer(
-                place / "plan.toml",
-                data=place / "corpus",
-                config=Config(schedule=schedule),  # type: ignore[arg-type]
-                device=CPU,
-            )
+    for steps in (0, 3):
+        training = TrainingSettings(steps=steps, epochs=0.0 if steps else 1.0)
+        for schedule in (Mine(), lambda _: 1e-3, {"rate": 1e-3}):
+            with pytest.raises(
+                UserError,
+                match=r"^config: schedule: found a (Mine|function|dict); allowed: a LearningRate,"
+                r" .* fix: pass schedule=LearningRate\(",
+            ):
+                Config(training=training, schedule=schedule)  # type: ignore[arg-type]

@@ -15,14 +15,15 @@ import pytest
 from megatrain.runtime.checkpoint.checkpoint import CheckpointError
 from megatrain.runtime.checkpoint.folder import Checkpoints
 from megatrain.runtime.training import learning_rate, progress
-from megatrain.runtime.training.callback import Callback, Step
+from megatrain.runtime.training.callback import Callback, EvaluationResult, Step
 from megatrain.runtime.training.progress import Progress, TimeLeft
 from megatrain.runtime.training.training_run import TrainingRun
+from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.schedule.timeline import Timeline
 
 
-def lines(place: Path, prepare: Any, progress: Progress, **fields: Any) -> None:
-    prepare(place, callbacks=[progress], steps=8, export=False, **fields).fit()
+def lines(place: Path, prepare: Any, progress: Progress, *others: Callback, **fields: Any) -> None:
+    prepare(place, callbacks=[progress, *others], steps=8, export=False, **fields).fit()
 
 
 def test_the_first_three_steps_the_last_and_events_between_are_printed(
@@ -52,18 +53,42 @@ def test_the_last_step_and_the_reason_of_a_stop_are_printed(place: Path, prepare
             if step.number == last:
                 trainer.stop("good enough")
 
-    every = {"saving.every_minutes": 30, "export": False, "steps": 6}
+    held_out = str(place / "corpus")
+    given = {"evaluation_data": held_out, "over_steps": 1, "export": False, "steps": 6}
+    every = {"saving.every_minutes": 30, **given}
     for last in (5, 6):
         printed_lines: list[str] = []
         printed = Progress(every_seconds=3600, write=printed_lines.append)
         prepare(place, f"run-{last}", callbacks=[printed, Stop()], **every).fit()
         if last == 5:
-            step, saved, reason = printed_lines[-3:]
+            step, evaluation, saved, reason = printed_lines[-4:]
             assert re.fullmatch(r"step 5/6  loss \d\.\d{4}  lr 1e-3  [\d,]+ tokens/s", step)
+            assert evaluation.startswith("step 5  evaluation loss ")
             assert saved == "step 5  checkpoint saved"
             assert reason == "stopped after step 5: good enough"
         else:
             assert not [line for line in printed_lines if "good enough" in line], "not early"
+
+
+def test_a_stop_that_is_not_the_last_event_is_not_printed_as_one(place: Path, prepare: Any) -> None:
+    """The step after a stop in `on_evaluation` is the last. After an error no reason is printed."""
+
+    class Stop(Callback):
+        def on_evaluation(self, trainer: TrainingRun, evaluation: EvaluationResult) -> None:
+            trainer.stop("good enough")
+
+        def on_save(self, trainer: TrainingRun, number: int) -> None:
+            if number == 5:
+                raise UserError("tracker", found="no key", allowed="a key", fix="log in")
+
+    printed_lines: list[str] = []
+    printed = Progress(every_seconds=3600, write=printed_lines.append)
+    every = {"evaluation.every_steps": 4, "saving.every_steps": 4, "over_steps": 1}
+    with pytest.raises(UserError, match="no key"):
+        lines(place, prepare, printed, Stop(), evaluation_data=str(place / "corpus"), **every)
+    steps = [line.partition("/")[0] for line in printed_lines if re.match(r"step \d/8  ", line)]
+    assert steps == [f"step {number}" for number in (1, 2, 3, 5)]
+    assert not [line for line in printed_lines if "good enough" in line]
 
 
 def test_every_step_is_printed_if_the_interval_is_zero(place: Path, prepare: Any) -> None:
