@@ -342,9 +342,7 @@ class Executor:
             self._programs[name] = self._bind(make())
         return self._programs[name]
 
-    def step(
-        self, batches: Sequence[Batch], *, rate: float, number: int, checked: bool = False
-    ) -> StepResult:
+    def step(self, batches: Sequence[Batch], *, rate: float, number: int) -> StepResult:
         """Runs one optimizer step.
 
         Args:
@@ -353,7 +351,6 @@ class Executor:
                 (`own_micro_batches`).
             rate: The learning rate.
             number: The number of this step, from 1. AdamW's bias correction depends on it.
-            checked: Whether `check` has accepted `batches`. By default this method calls it.
 
         Raises:
             UserError: `batches` are not as planned, or memory ran out during an op.
@@ -375,18 +372,15 @@ class Executor:
             )
         with self._used():
             self._refuse_undefined()
-            return self._step_used(batches, rate, number, checked=checked)
+            return self._step_used(batches, rate, number)
 
-    def _step_used(
-        self, batches: Sequence[Batch], rate: float, number: int, *, checked: bool
-    ) -> StepResult:
+    def _step_used(self, batches: Sequence[Batch], rate: float, number: int) -> StepResult:
         """Does what `step` does."""
         # a checksum of all weights needs the parts of the other ranks
         deterministic = torch.are_deterministic_algorithms_enabled() and self.ranks is None
         checksum_before = self._checksum() if deterministic and not self._flush else None
         begin = time.perf_counter()
-        if not checked:
-            self.check(batches)
+        self.check(batches)
         same_shapes = all(batch.documents is None for batch in batches)
         with self._allocation_guard.step(same_shapes=same_shapes):
             self._copy_in(batches, number)

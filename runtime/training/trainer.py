@@ -748,9 +748,10 @@ class Trainer(TrainingRun):
         rate, failed = self.config.schedule.at(number, steps), ""
         with self._kept_if_it_fails(before, "the data"):
             batches = self._read(data, number)
+            # `step` checks them too. Here, nothing is lost if they are refused.
             self.executor.check(batches)
         try:
-            result = self.executor.step(batches, rate=rate, number=number, checked=True)
+            result = self.executor.step(batches, rate=rate, number=number)
         except FloatingPointError:
             if number == self.first_step:
                 self._refuse_weights_that_are_not_finite()
