@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from small_rows import BOTTOM, CHAT, WORK, same
 
 from megatrain.runtime.data.options import DataOptions
+from megatrain.runtime.data.rows import csv_rows
 from megatrain.runtime.data.tokens import byte_level
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import convert
@@ -102,6 +103,26 @@ def test_the_digest_of_chosen_documents_tells_other_choices_apart(
         for part in ("training", "evaluation"):
             assert (first[part].chosen == second[part].chosen) == alike
             assert first[part].digest == second[part].digest, "resuming compares this one"
+
+
+def test_another_separator_is_noted_also_with_tokens_from_the_cache(
+    opened: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens of an earlier version, which knew no other separator, are not used."""
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    (folder / "a.csv").write_text("text\n" + "one two\n" * 20)
+    (folder / "b.csv").write_text("text;note\n" + "one, two;three\n" * 20)
+    with monkeypatch.context() as patch:
+        patch.setattr(csv_rows, "SEPARATORS", (",",))
+        corpus, _, notes = opened(folder)
+        assert corpus.count == 20
+        assert "separated" not in "".join(notes)
+    for state in ("tokenized now, and cached", "tokens from the cache"):
+        corpus, _, notes = opened(folder)
+        assert corpus.count == 40
+        assert "recognized: text, loss on every token; columns separated by ';'" in notes
+        assert state in notes[2]
 
 
 def test_bad_rows_are_counted_by_what_is_wrong_with_them(
