@@ -503,6 +503,7 @@ def calibrate(
         attention_efficiency=usual.efficiency,
         attention_half_tokens=usual.half_tokens,
         attention=reached if measured_usual else {},
+        attention_kernels=library.attention_kernels if library else None,
         device_gb_per_s=rounded(rates.device_bytes_per_s / 1e9),
         h2d_gb_per_s=h2d[-1][1],
         d2h_gb_per_s=d2h[-1][1],

@@ -101,6 +101,9 @@ class HardwareSpec(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True)
     attention: dict[str, AttentionRate] = msgspec.field(default_factory=dict)
     """Kernel -> its rate, if it differs from the two fields above. The kernels are `flash`, `cudnn`
     and `flash4`. A machine without a rate for `flash4` does not have this kernel."""
+    attention_kernels: tuple[Kernel, ...] | None = None
+    """The attention kernels that the GPU can have. If it is None, as for NVIDIA's GPUs, these are
+    all kernels."""
     link: str = ""
     """The link, such as `PCIe 5.0 x16` or `NVLink-C2C`. With `C2C` in its name, each GPU has host
     memory of its own."""
