@@ -63,7 +63,12 @@ from megatrain.simulator.hardware.cost_table import (
     EVALUATION_KINDS,
     WIDE_KINDS,
 )
-from megatrain.simulator.hardware.machine import AttentionRate, HardwareSpec
+from megatrain.simulator.hardware.machine import (
+    COLLECTIVE_BYTES,
+    COLLECTIVE_PEER_BYTES,
+    AttentionRate,
+    HardwareSpec,
+)
 from megatrain.simulator.model.layer import DTYPE_BYTES
 from megatrain.simulator.model.op_work import attention_shape, op_work
 from megatrain.simulator.model.specs import ModelSpec
@@ -488,8 +493,7 @@ def calibrate(
         ),
         device_bytes=limits[0],
         library_bytes=library.library_bytes if library else 0,
-        collective_bytes=library.collective_bytes if library else 0,
-        collective_peer_bytes=library.collective_peer_bytes if library else 0,
+        **collective_memory(library, device),
         peer_gb_per_s=library.peer_gb_per_s if library else None,
         host_bytes=limits[1],
         cores=machine.cores(),
@@ -519,6 +523,23 @@ def calibrate(
         thread_gb_per_s=rounded(rates.thread_bytes_per_s / 1e9),
         costs=table,
     )
+
+
+def collective_memory(library: HardwareSpec | None, device: torch.device) -> dict[str, int | None]:
+    """Returns the fields of HardwareSpec with the memory that NCCL keeps, which one process cannot
+    measure: those of `library`, the library's machine with the same GPU. Another GPU has the
+    defaults, and a CPU does not use NCCL.
+    """
+    if library:
+        return {
+            "collective_bytes": library.collective_bytes,
+            "collective_peer_bytes": library.collective_peer_bytes,
+        }
+    used = device.type == "cuda"
+    return {
+        "collective_bytes": used * COLLECTIVE_BYTES,
+        "collective_peer_bytes": used * COLLECTIVE_PEER_BYTES,
+    }
 
 
 def _limits(
