@@ -484,6 +484,7 @@ def calibrate(
     described = machine.describe(device)
     h2d, d2h = copy_curve(rates.copies["load_weights"]), copy_curve(rates.copies["save_gradients"])
     library = HardwareSpec.of_gpu(table.measured_on)
+    of_two, of_peer = collective_memory(library, device)
     kept_h2d, kept_d2h = (table.contention.get(lane, {}) for lane in ("h2d", "d2h"))
     return HardwareSpec(
         name=name,
@@ -493,7 +494,8 @@ def calibrate(
         ),
         device_bytes=limits[0],
         library_bytes=library.library_bytes if library else 0,
-        **collective_memory(library, device),
+        collective_bytes=of_two,
+        collective_peer_bytes=of_peer,
         peer_gb_per_s=library.peer_gb_per_s if library else None,
         host_bytes=limits[1],
         cores=machine.cores(),
@@ -525,21 +527,16 @@ def calibrate(
     )
 
 
-def collective_memory(library: HardwareSpec | None, device: torch.device) -> dict[str, int | None]:
-    """Returns the fields of HardwareSpec with the memory that NCCL keeps, which one process cannot
+def collective_memory(
+    library: HardwareSpec | None, device: torch.device
+) -> tuple[int | None, int | None]:
+    """Returns `HardwareSpec.collective_bytes` and `collective_peer_bytes`, which one process cannot
     measure: those of `library`, the library's machine with the same GPU. Another GPU has the
     defaults, and a CPU does not use NCCL.
     """
     if library:
-        return {
-            "collective_bytes": library.collective_bytes,
-            "collective_peer_bytes": library.collective_peer_bytes,
-        }
-    used = device.type == "cuda"
-    return {
-        "collective_bytes": used * COLLECTIVE_BYTES,
-        "collective_peer_bytes": used * COLLECTIVE_PEER_BYTES,
-    }
+        return library.collective_bytes, library.collective_peer_bytes
+    return (COLLECTIVE_BYTES, COLLECTIVE_PEER_BYTES) if device.type == "cuda" else (0, 0)
 
 
 def _limits(

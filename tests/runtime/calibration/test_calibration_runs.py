@@ -244,8 +244,8 @@ def test_what_one_process_cannot_measure_is_that_of_the_same_gpu_in_the_library(
 
 
 def test_a_gpu_that_the_library_does_not_have_has_the_usual_memory_of_nccl() -> None:
-    sizes = [collective_memory(None, torch.device(kind)).values() for kind in ("cuda", "cpu")]
-    assert [list(each) for each in sizes] == [[1292 * 2**20, 446 * 2**20], [0, 0]]
+    of_gpu, of_cpu = (collective_memory(None, torch.device(kind)) for kind in ("cuda", "cpu"))
+    assert (of_gpu, of_cpu) == ((1292 * 2**20, 446 * 2**20), (0, 0))
 
 
 def test_fp8_has_a_peak_of_its_own(calibration: Calibration) -> None:
