@@ -46,6 +46,8 @@ _FOREIGN_NAMES = {"--learning-rate": "--lr", "--batch-size": "--batch", "--outpu
 _GPU_DRIVERS = ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg", "/dev/kfd", "/dev/nvhost-gpu")
 """Files that GPU drivers make: NVIDIA (the first two), Windows Subsystem for Linux, AMD and Jetson.
 A machine with a usable GPU has at least one of them."""
+BF16 = "bf16"
+"""The default of `--dtype`."""
 FP8 = "fp8"
 """The value of `--dtype` for bf16 layers with fp8 matrix products."""
 LOSS_CHUNK = 1024
@@ -321,12 +323,17 @@ def device_limit(
 
 
 def add_workload(
-    parser: argparse.ArgumentParser, *, batch: int | None = 32, loss_chunk: int | None = LOSS_CHUNK
+    parser: argparse.ArgumentParser,
+    *,
+    batch: int | None = 32,
+    loss_chunk: int | None = LOSS_CHUNK,
+    dtype: str | None = BF16,
 ) -> None:
     """Adds the options from which `workload` makes a Workload.
 
     `batch` is the default of `--batch`. With None, the command finds a batch that fits.
     `loss_chunk` is the default of `--loss-chunk`. With None, the command chooses a loss chunk.
+    `dtype` is the default of `--dtype`. With None, the command calls `with_dtype`.
     """
     group = parser.add_argument_group("workload")
     group.add_argument(
@@ -346,10 +353,11 @@ def add_workload(
     )
     group.add_argument(
         "--dtype",
-        choices=("bf16", "fp32", FP8),
-        default="bf16",
-        help="dtype that layers compute in (default bf16); fp8 is bf16 with the matrix products of"
-        " decoder layers in fp8",
+        choices=(BF16, "fp32", FP8),
+        default=dtype,
+        help="dtype that layers compute in (default bf16"
+        + ("" if dtype else ", or fp32 if the machine has no rate for bf16")
+        + "); fp8 is bf16 with the matrix products of decoder layers in fp8",
     )
     group.add_argument(
         "--fp8-scaling",
@@ -466,6 +474,32 @@ def add_step_tokens(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokens-per-step", type=count("--tokens-per-step"), metavar="N", help=text
     )
+
+
+def usual_dtype(hardware: HardwareSpec, usual: str = BF16) -> str:
+    """Returns `usual`, or the first dtype for which the machine has a rate if it has none for
+    `usual`. A calibration has only the rate of the dtype that was measured.
+    """
+    rates = hardware.peak_tflops
+    return usual if usual in rates else next(iter(rates))
+
+
+def with_dtype(
+    args: argparse.Namespace, hardware: HardwareSpec, *, quiet: bool = False
+) -> argparse.Namespace:
+    """Returns `args` with the usual dtype of the machine if `--dtype` is not given. If it is not
+    the default, a line on standard error says so, unless `quiet`.
+    """
+    if args.dtype:
+        return args
+    dtype = usual_dtype(hardware)
+    if dtype != BF16 and not quiet:
+        print(
+            f"layers compute in {dtype}, because {hardware.name} has no rate for {BF16};"
+            " --dtype chooses another dtype",
+            file=sys.stderr,
+        )
+    return replaced(args, dtype=dtype)
 
 
 def workload(args: argparse.Namespace, model: ModelSpec, *, quiet: bool = False) -> Workload:
@@ -683,7 +717,7 @@ def add_check(parser: argparse.ArgumentParser) -> None:
         help="processor cores of the host (default: as in the hardware file); with fewer, the"
         " CPU optimizer is slower in proportion; with more, it is as fast, because DRAM limits it",
     )
-    add_workload(parser, batch=None, loss_chunk=None)
+    add_workload(parser, batch=None, loss_chunk=None, dtype=None)
     add_step_tokens(parser)
     parser.add_argument(
         "--tokens",

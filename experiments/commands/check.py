@@ -31,6 +31,7 @@ def run(args: argparse.Namespace) -> int:
 
     model = ModelSpec.load(args.model) if args.model is not None else None
     hardware = from_options.machine(args)
+    args = options.with_dtype(args, hardware)
     options.refuse_network_of_one_host(args)
     check_gpus(args.gpus, hardware, args.hosts)
     if args.policy == "all" and args.gpus != 1:

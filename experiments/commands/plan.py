@@ -36,7 +36,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
     )
     options.add_hardware(parser, "required unless --from is given")
     options.add_policy(parser)
-    options.add_workload(parser, loss_chunk=None)
+    options.add_workload(parser, loss_chunk=None, dtype=None)
     options.add_step_tokens(parser)
     parser.add_argument(
         "--gpus",
@@ -213,6 +213,7 @@ def _chosen(args: argparse.Namespace) -> tuple[list[Choice], HardwareSpec]:
 
     options.refuse_network_of_one_host(args)
     hardware = HardwareSpec.load(args.hardware).with_network(args.network)
+    args = options.with_dtype(args, hardware)
     if os.path.exists(args.model):
         source = file_arguments.relative(Path(args.model), args.out.parent)
     else:  # a name on the hub is kept, because its weights are there

@@ -14,6 +14,7 @@ import itertools
 import os
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -251,7 +252,10 @@ def config_of(args: argparse.Namespace) -> Config:
     """
     overrides: dict[str, Any] = {}
     for key, value in options.assignments(args.set, "FIELD=VALUE", "rate=3e-4"):
-        overrides[_field(key)] = parse_value(value)
+        field = _field(key)
+        if field not in _PATHS:  # names of files that are not UTF-8 have an error of their own
+            options.readable(f"--set {key}", partial(str, value))
+        overrides[field] = parse_value(value)
     overrides |= {key: vars(args)[key] for key in fields() if vars(args)[key] is not None}
     # Paths are stored as absolute, because the run may be resumed from another folder.
     for key in _PATHS:

@@ -11,12 +11,12 @@ from typing import Any
 import msgspec
 
 from megatrain.experiments.run_report.step_record import StepRecord, read_record
-from megatrain.runtime.data.summary import read_summaries
+from megatrain.runtime.data.summary import data_labels, read_summaries
 from megatrain.runtime.training.learning_rate import format_rate
 from megatrain.runtime.warm_up import WARM_UP_STEPS
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import read_json, read_toml
-from megatrain.simulator.base.units import counted, format_bytes, format_seconds
+from megatrain.simulator.base.units import format_bytes, format_seconds
 from megatrain.simulator.compare.error_table import align, signed_percent
 from megatrain.simulator.schedule.plan import Plan
 
@@ -180,7 +180,7 @@ def _with_data(folders: Sequence[Path], settings: Sequence[dict[str, str]]) -> l
     """Returns the settings of the runs in `folders`, in which the names of data are the same if the
     data is the same, and different if the data differs.
 
-    If it is not known whether the data differs, the names stay as they are.
+    If the data of a run is not known, its name stays as it is.
     """
     summaries = [read_summaries(folder) for folder in folders]
     found = [dict(run) for run in settings]
@@ -190,16 +190,19 @@ def _with_data(folders: Sequence[Path], settings: Sequence[dict[str, str]]) -> l
             run.get(key) or (run.get(_DATA, "-") if kind in summary else "-")
             for run, summary in zip(settings, summaries, strict=True)
         ]
-        datas = [summary[kind].same_data for summary in summaries if kind in summary]
-        if len(datas) == len(names) and all(digest for digest, _ in datas):
-            different = len(set(datas))
+        known = {
+            place: summary[kind]
+            for place, summary in enumerate(summaries)
+            if kind in summary and summary[kind].digest
+        }
+        labels = dict(zip(known, data_labels(list(known.values())), strict=True))
+        named = {(names[place], label) for place, label in labels.items()}
+        different = len(set(labels.values()))
+        for place, label in labels.items():
             if different == 1:
-                names = names[:1] * len(names)
-            elif not different == len(set(names)) == len(set(zip(names, datas, strict=True))):
-                names = [
-                    f"{name} ({digest}, {counted(documents, 'document')})"
-                    for name, (digest, documents) in zip(names, datas, strict=True)
-                ]
+                names[place] = names[next(iter(labels))]
+            elif not different == len({name for name, _ in named}) == len(named):
+                names[place] += f" ({label})"
         for run, name in zip(found, names, strict=True):
             run[key] = name
     return found
@@ -229,8 +232,13 @@ def format_runs(compared: RunsCompared, names: Sequence[str], width: int = 80) -
     """
     runs, last = compared.runs, compared.last_steps
     two = len(runs) == 2
-    evaluated = [run for run in runs if run.evaluation_loss is not None]
-    evaluated_alike = _EVALUATION_DATA not in compared.settings
+    evaluation_data = compared.settings.get(_EVALUATION_DATA, [""] * len(runs))
+    evaluated = {
+        data
+        for data, run in zip(evaluation_data, runs, strict=True)
+        if run.evaluation_loss is not None
+    }
+    evaluated_alike = len(evaluated) <= 1
 
     def row(
         name: str, field: str, shown: Callable[[Any], str], *, change: bool = True
@@ -285,7 +293,7 @@ def format_runs(compared: RunsCompared, names: Sequence[str], width: int = 80) -
     if compared.settings:
         settings = [[key, *values] for key, values in compared.settings.items()]
         lines += ["", *align([["settings that differ", *names], *settings])]
-    if len(evaluated) > 1 and not evaluated_alike:
+    if not evaluated_alike:
         said = "Evaluation losses on different evaluation data are not comparable."
         lines += ["", *textwrap.wrap(said, width)]
     return "\n".join(line.rstrip() for line in lines)

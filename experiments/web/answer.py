@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from megatrain.experiments.cli import options
 from megatrain.experiments.cli.verdict import from_options, layout, policy_table
 from megatrain.experiments.cli.verdict import text as sentences
 from megatrain.experiments.cli.verdict.reasons import rates_source, reasons
@@ -48,6 +49,7 @@ def answer(question: Question) -> Iterator[tuple[str, dict[str, Any] | None]]:
     form. Raises UserError as `check` does.
     """
     args, model, hardware = question.arguments(), question.spec(), question.machine()
+    args = options.with_dtype(args, hardware, quiet=True)
     args = argparse.Namespace(**{**vars(args), "tokens": TOKENS})
     source = _source(question, model)
     with without_garbage_collection():
@@ -110,6 +112,7 @@ def _told(verdict: Verdict) -> dict[str, Any]:
 def answer_by_policy(question: Question) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields one part, `policies`, with one row for each policy, the fastest first."""
     args, model, hardware = question.arguments(), question.spec(), question.machine()
+    args = options.with_dtype(args, hardware, quiet=True)
     args.policy = "all"
     with without_garbage_collection():
         fitted, _ = _fitted(args, hardware, model)

@@ -251,7 +251,7 @@ function setUp() {
     at(id).addEventListener("change", () => change({ [id]: at(id).value }));
   }
   at("tokens").addEventListener("input", () => {
-    Object.assign(state, { tokens: ungrouped(at("tokens").value.trim()) });
+    Object.assign(state, { tokens: ungrouped(at("tokens").value) });
     history.replaceState(null, "", `?${queryOf(state)}`);
     if (answer) showVerdict(answer, parseCount(state.tokens));
     showCommand();

@@ -22,6 +22,7 @@ function readState(query, defaults) {
   const found = Object.fromEntries([...new URLSearchParams(query)]
     .filter(([key]) => KEPT.includes(key)));
   const model = found.config && !found.model ? { model: "" } : {};
+  if (found.tokens) found.tokens = ungrouped(found.tokens);
   return { ...emptyState(), ...defaults, ...model, ...found };
 }
 
@@ -33,17 +34,22 @@ function questionOf(state) {
   return Object.fromEntries(ASKED.map((key) => [key, state[key]]));
 }
 
-/** Returns the number that a text such as 1.5M means, or null. The command accepts the same. */
+/** Returns the number that a text such as 1.5M means, or null. The command accepts the same, and
+    rounds in the same way (`parse_count` in simulator/base/units.py). */
 function parseCount(text) {
-  const match = /^\s*(\d+(?:\.\d+)?)\s*([kMGBT]?)\s*$/.exec(text);
-  const units = { "": 1, k: 1e3, M: 1e6, G: 1e9, B: 1e9, T: 1e12 };
-  const count = match ? Math.round(Number(match[1]) * units[match[2]]) : 0;
+  const match = /^\s*(\d+(?:\.\d+)?)\s*([kmgbt]?)\s*$/i.exec(text);
+  const units = { "": 1, k: 1e3, m: 1e6, g: 1e9, b: 1e9, t: 1e12 };
+  const product = match ? Number(match[1]) * units[match[2].toLowerCase()] : 0;
+  const nearest = Math.round(product);
+  const count = nearest - product === 0.5 && nearest % 2 ? nearest - 1 : nearest;
   return 0 < count && count < 2 ** 60 ? count : null;
 }
 
-/** Returns a number without the commas between its groups of three digits. */
+/** Returns a number without the blanks around it and the commas between its groups of three digits.
+ */
 function ungrouped(text) {
-  return /^\d{1,3}(,\d{3})+(?![\d,])/.test(text) ? text.replace(/,/g, "") : text;
+  const number = text.trim();
+  return /^\d{1,3}(,\d{3})+(?![\d,])/.test(number) ? number.replace(/,/g, "") : number;
 }
 
 /** Returns what is wrong with a number of tokens, or an empty text. */

@@ -63,7 +63,12 @@ from megatrain.simulator.hardware.cost_table import (
     EVALUATION_KINDS,
     WIDE_KINDS,
 )
-from megatrain.simulator.hardware.machine import AttentionRate, HardwareSpec
+from megatrain.simulator.hardware.machine import (
+    COLLECTIVE_BYTES,
+    COLLECTIVE_PEER_BYTES,
+    AttentionRate,
+    HardwareSpec,
+)
 from megatrain.simulator.model.layer import DTYPE_BYTES
 from megatrain.simulator.model.op_work import attention_shape, op_work
 from megatrain.simulator.model.specs import ModelSpec
@@ -479,6 +484,7 @@ def calibrate(
     described = machine.describe(device)
     h2d, d2h = copy_curve(rates.copies["load_weights"]), copy_curve(rates.copies["save_gradients"])
     library = HardwareSpec.of_gpu(table.measured_on)
+    of_two, of_peer = collective_memory(library, device)
     kept_h2d, kept_d2h = (table.contention.get(lane, {}) for lane in ("h2d", "d2h"))
     return HardwareSpec(
         name=name,
@@ -488,8 +494,8 @@ def calibrate(
         ),
         device_bytes=limits[0],
         library_bytes=library.library_bytes if library else 0,
-        collective_bytes=library.collective_bytes if library else 0,
-        collective_peer_bytes=library.collective_peer_bytes if library else 0,
+        collective_bytes=of_two,
+        collective_peer_bytes=of_peer,
         peer_gb_per_s=library.peer_gb_per_s if library else None,
         host_bytes=limits[1],
         cores=machine.cores(),
@@ -503,6 +509,7 @@ def calibrate(
         attention_efficiency=usual.efficiency,
         attention_half_tokens=usual.half_tokens,
         attention=reached if measured_usual else {},
+        attention_kernels=library.attention_kernels if library else None,
         device_gb_per_s=rounded(rates.device_bytes_per_s / 1e9),
         h2d_gb_per_s=h2d[-1][1],
         d2h_gb_per_s=d2h[-1][1],
@@ -518,6 +525,18 @@ def calibrate(
         thread_gb_per_s=rounded(rates.thread_bytes_per_s / 1e9),
         costs=table,
     )
+
+
+def collective_memory(
+    library: HardwareSpec | None, device: torch.device
+) -> tuple[int | None, int | None]:
+    """Returns `HardwareSpec.collective_bytes` and `collective_peer_bytes`, which one process cannot
+    measure: those of `library`, the library's machine with the same GPU. Another GPU has the
+    defaults, and a CPU does not use NCCL.
+    """
+    if library:
+        return library.collective_bytes, library.collective_peer_bytes
+    return (COLLECTIVE_BYTES, COLLECTIVE_PEER_BYTES) if device.type == "cuda" else (0, 0)
 
 
 def _limits(

@@ -18,7 +18,6 @@ unread columns that would change what a model learns.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -150,14 +149,11 @@ def unknown_columns(where: str, found: Collection[str], wanted: Columns) -> User
         for layout in LAYOUTS
         if wanted in ("auto", layout.name)
     )
-    fix = "rename the columns of a row to those of one layout"
-    if len(found) == 1 and (other := re.search(r"[;|\t,]", min(found))):
-        fix = (
-            f"separate the columns by commas, or by tabs in a .tsv file, since {other.group()!r} is"
-            " probably their separator"
-        )
     return UserError(
-        f"{where}: columns", found=", ".join(sorted(found)) or "none", allowed=known, fix=fix
+        f"{where}: columns",
+        found=", ".join(sorted(found)) or "none",
+        allowed=known,
+        fix="rename the columns of a row to those of one layout",
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -73,6 +74,14 @@ class Documents:
     def total(self) -> int:
         """Number of tokens of all documents."""
         return int(self.lengths.sum())
+
+    @property
+    def chosen_digest(self) -> str:
+        """Digest of the documents: of `digest`, and of where each document is in `tokens`."""
+        digest = hashlib.sha256(self.digest.encode())
+        for places in (self.begins, self.ends):
+            digest.update(places.astype("<i8", copy=False).tobytes())
+        return digest.hexdigest()[:16]
 
     @property
     def targets(self) -> int:

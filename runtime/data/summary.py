@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from megatrain.simulator.base.files import convert, read_json
+from megatrain.simulator.base.units import counted
 
 if TYPE_CHECKING:
     from megatrain.runtime.data.corpus.corpus import Corpus
@@ -48,13 +49,8 @@ class DataSummary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Share of padding in the packed rows, from 0 to 1."""
     digest: str = ""
     """`Corpus.digest`. Empty if the run is older than this field."""
-
-    @property
-    def same_data(self) -> tuple[str, int]:
-        """A value that two summaries share if their documents are the same: the digest, and the
-        number of documents, because the digest does not depend on the choice of documents.
-        """
-        return self.digest, self.documents + self.left_out
+    chosen: str = ""
+    """`Corpus.chosen_digest`. Empty if the run is older than this field."""
 
 
 def read_summaries(run: Path) -> dict[str, DataSummary]:
@@ -65,6 +61,29 @@ def read_summaries(run: Path) -> dict[str, DataSummary]:
     """
     path = run / "data.json"
     return convert(read_json(path), dict[str, DataSummary], str(path)) if path.is_file() else {}
+
+
+def data_labels(summaries: Sequence[DataSummary]) -> list[str]:
+    """Returns a label for the data of each of `summaries`, which must have a `digest`.
+
+    Labels differ if the tokens or the chosen documents differ. If one of the runs is older than
+    `DataSummary.chosen`, another choice shows only in the numbers of documents and tokens.
+    """
+    known = all(summary.chosen for summary in summaries)
+    return [
+        ", ".join(
+            (
+                summary.chosen if known else summary.digest,
+                counted(summary.documents + summary.left_out, "document"),
+                # A document that is left out was cut at `sequence` tokens before.
+                counted(
+                    summary.tokens + summary.cut_tokens + summary.left_out * summary.sequence,
+                    "token",
+                ),
+            )
+        )
+        for summary in summaries
+    ]
 
 
 def summarize_data(
@@ -91,4 +110,5 @@ def summarize_data(
         packed_rows=corpus.rows,
         padding=corpus.padding,
         digest=corpus.digest,
+        chosen=corpus.chosen_digest,
     )

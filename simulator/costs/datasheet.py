@@ -461,10 +461,17 @@ class Datasheet(EstimatedCosts):
 
 
 def _refuse_kernel(hardware: HardwareSpec, workload: Workload) -> None:
-    """Raises UserError if the workload names an optional attention kernel for which the machine has
-    no rate.
+    """Raises UserError if the workload names an attention kernel that the GPU cannot have, or an
+    optional one for which the machine has no rate.
     """
-    kernel = workload.attention
+    kernel, able = workload.attention, hardware.attention_kernels
+    if kernel and able is not None and kernel not in able:
+        raise UserError(
+            f"hardware {hardware.name}: attention_kernels",
+            found=f"no {kernel}",
+            allowed=" or ".join((*able, "PyTorch's choice")),
+            fix="leave --attention out",
+        )
     if kernel is None or not is_optional(kernel) or kernel in hardware.attention:
         return
     raise UserError(

@@ -76,6 +76,13 @@ class AttentionRate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return cls(efficiency=ATTENTION_EFFICIENCY, half_tokens=ATTENTION_HALF_TOKENS)
 
 
+COLLECTIVE_BYTES = 1292 * 2**20
+"""The default of `HardwareSpec.collective_bytes`, measured on two H100 with NVLink, 2026-11-26."""
+COLLECTIVE_PEER_BYTES = 446 * 2**20
+"""The default of `HardwareSpec.collective_peer_bytes`, measured on H100s with NVLink, 2026-11-26
+and 28."""
+
+
 class HardwareSpec(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One machine. Raises UserError if a name is unknown or a number is out of range."""
 
@@ -101,6 +108,9 @@ class HardwareSpec(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True)
     attention: dict[str, AttentionRate] = msgspec.field(default_factory=dict)
     """Kernel -> its rate, if it differs from the two fields above. The kernels are `flash`, `cudnn`
     and `flash4`. A machine without a rate for `flash4` does not have this kernel."""
+    attention_kernels: tuple[Kernel, ...] | None = None
+    """The attention kernels that the GPU can have. If it is None, as for NVIDIA's GPUs, these are
+    all kernels."""
     link: str = ""
     """The link, such as `PCIe 5.0 x16` or `NVLink-C2C`. With `C2C` in its name, each GPU has host
     memory of its own."""
@@ -122,10 +132,12 @@ class HardwareSpec(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """GPU memory that libraries for matrix products keep, in bytes, and what PyTorch's allocator
     gives a tensor beyond its size: it does not split a block if less than 1 MiB would be left. A
     measured workspace includes both."""
-    collective_bytes: int = 0
-    """GPU memory that NCCL keeps on each of two GPUs, in bytes."""
-    collective_peer_bytes: int = 0
-    """GPU memory that NCCL keeps on each GPU for each GPU beyond the second, in bytes."""
+    collective_bytes: int | None = None
+    """GPU memory that NCCL keeps on each of two GPUs, in bytes. If it is None, `COLLECTIVE_BYTES`,
+    but 0 in a calibration, because those of a CPU do not use NCCL."""
+    collective_peer_bytes: int | None = None
+    """GPU memory that NCCL keeps on each GPU for each GPU beyond the second, in bytes. If it is
+    None, `COLLECTIVE_PEER_BYTES`, but 0 in a calibration."""
     several: tuple[SeveralGpus, ...] = ()
     """Measurements of several GPUs of this host at the same time, one for each number of GPUs, in
     ascending order. They are used instead of `peer_gb_per_s`, `collective_bytes` and constants."""
@@ -331,11 +343,16 @@ class HardwareSpec(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True)
         """
         if gpus == 1:
             return 0
-        measured = self.measured_together(gpus)
-        known, size = (
-            (measured.gpus, measured.collective_bytes) if measured else (2, self.collective_bytes)
+        of_two, of_peer = (
+            (0 if self.costs else usual) if stated is None else stated
+            for stated, usual in (
+                (self.collective_bytes, COLLECTIVE_BYTES),
+                (self.collective_peer_bytes, COLLECTIVE_PEER_BYTES),
+            )
         )
-        return max(size + (gpus - known) * self.collective_peer_bytes, 0)
+        measured = self.measured_together(gpus)
+        known, size = (measured.gpus, measured.collective_bytes) if measured else (2, of_two)
+        return max(size + (gpus - known) * of_peer, 0)
 
     def measured_together(self, gpus: int) -> SeveralGpus | None:
         """Returns the measurement that predictions for `gpus` GPUs use, the nearest one of

@@ -379,8 +379,9 @@ def _dtype(asked: argparse.Namespace, device: torch.device) -> str:
     from megatrain.simulator.hardware.machine import HardwareSpec
 
     default = "bf16" if device.type == "cuda" else "fp32"
-    rates = HardwareSpec.load(asked.hardware).peak_tflops if asked.hardware else {default: 1.0}
-    return default if default in rates else next(iter(rates))
+    if not asked.hardware:
+        return default
+    return options.usual_dtype(HardwareSpec.load(asked.hardware), default)
 
 
 def _hardware(

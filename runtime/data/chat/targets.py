@@ -10,12 +10,14 @@ earlier messages differently when a conversation continues.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -40,6 +42,8 @@ _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 class _Rendered(NamedTuple):
     """A conversation as text."""
 
+    conversation: Conversation
+    """The conversation, with the arguments of tool calls in the form that the template takes."""
     text: str
     """The whole conversation."""
     learned: list[TextSpan]
@@ -75,10 +79,8 @@ class Chat:
         self._template = ChatTemplate(tokenizer)
         self._prompts: dict[tuple[str, bytes], str] = {}
         """Template and its arguments -> its generation prompt, if this is always the same."""
-        self._writing: set[str] = set()
-        """Templates that are known to write the text of answers."""
-        self._writing_roles: set[tuple[str, str]] = set()
-        """Templates and roles other than the assistant, whose texts they are known to write."""
+        self._writing: set[tuple[str, str]] = set()
+        """Templates and roles, whose texts they are known to write."""
         try:
             self.marked = bool(_MARKER.search(tokenizer.get_chat_template()))
             """Whether the template marks the text that the model generates."""
@@ -124,11 +126,12 @@ class Chat:
             if piece.first:
                 flagged.append([])
             flagged[-1].append(rendered[len(flagged) - 1].flagged(piece))
-        encoded = map(np.concatenate, flagged)
-        return [
-            result if isinstance(result, str) else _with_targets(next(encoded))
-            for result in results
-        ]
+        encoded = [_with_targets(np.concatenate(pieces)) for pieces in flagged]
+        for ids, found in zip(encoded, rendered, strict=True):
+            if not isinstance(ids, str):
+                self._count_omissions(found.conversation, found.text)
+        remaining = iter(encoded)
+        return [result if isinstance(result, str) else next(remaining) for result in results]
 
     def remarks(self) -> list[str]:
         """Returns remarks for the user on the conversations that were encoded so far."""
@@ -171,8 +174,6 @@ class Chat:
                 tools=conversation.tools
             ):
                 result = "the chat template writes no tool calls: it does not mention `tool_calls`"
-        if not isinstance(result, str):
-            self._count_omissions(conversation, result.text)
         return result
 
     def _tried(
@@ -203,7 +204,7 @@ class Chat:
         calling = [number for number, message in enumerate(messages) if tool_calls.calls(message)]
         if self._loss == "all" and not conversation.silent and not calling:
             text = self._template.render(conversation, messages)
-            return _Rendered(text, [TextSpan(0, len(text))])
+            return _Rendered(conversation, text, [TextSpan(0, len(text))])
         rendering = self._template.checked(
             conversation, messages, items=not (self.marked and every) or bool(calling)
         )
@@ -224,10 +225,13 @@ class Chat:
                 for number in conversation.silent
                 for span in rendering.messages.get(number, [])
             ]
-            return _Rendered(rendering.text, [TextSpan(0, len(rendering.text))], silent)
+            everything = [TextSpan(0, len(rendering.text))]
+            return _Rendered(conversation, rendering.text, everything, silent)
         if self.marked:
             return _Rendered(
-                rendering.text, rendering.generated if every else _of_messages(rendering, learned)
+                conversation,
+                rendering.text,
+                rendering.generated if every else _of_messages(rendering, learned),
             )
         spans = [span for number in learned for span in self._turn(conversation, rendering, number)]
         stop = (
@@ -238,10 +242,11 @@ class Chat:
         if stop:
             self._with_stop += 1
             return _Rendered(
+                conversation,
                 rendering.text + stop,
                 [*spans[:-1], TextSpan(spans[-1].begin, spans[-1].end + len(stop))],
             )
-        return _Rendered(rendering.text, spans)
+        return _Rendered(conversation, rendering.text, spans)
 
     def _learned(self, conversation: Conversation) -> list[int]:
         """Returns the numbers of the assistant messages with loss."""
@@ -260,26 +265,23 @@ class Chat:
         """Raises Undetermined if the template writes a turn with loss, but no text of its message.
 
         A template for images may expect content as a list of parts, and write nothing of a string.
-        The model would learn to end each turn at once. If another text changes the output, the
-        template is known to write answers, and is not checked again.
+        The model would learn to end each turn at once. A template that is known to write answers is
+        not checked again.
         """
-        source = self._tokenizer.get_chat_template(tools=conversation.tools)
+        key = self._tokenizer.get_chat_template(tools=conversation.tools), "assistant"
         messages = conversation.messages
-        for number in self._learned(conversation) if source not in self._writing else ():
-            message = messages[number]
-            content = message.get("content")
-            if not isinstance(content, str) or not content.strip():
+        for number in self._learned(conversation) if key not in self._writing else ():
+            if not _has_text(messages[number]):
                 continue
             text = self._template.render(conversation, messages)
-            other = {"role": message["role"], "content": f"x{content}x"}
-            before, after = messages[:number], messages[number + 1 :]
+            content = messages[number]["content"]
             try:
-                changed = [*before, {**message, **other}, *after]
-                if self._template.render(conversation, changed) != text:
-                    self._writing.add(source)
+                if self._writes(conversation, text, number):
                     return
                 # The template may write other keys of the message.
-                if self._template.render(conversation, [*before, other, *after]) != text:
+                alone = {"role": "assistant", "content": content}
+                others = [*messages[:number], alone, *messages[number + 1 :]]
+                if self._template.render(conversation, others) != text:
                     continue
                 rendering = self._template.checked(conversation, messages, items=True)
             except Undetermined:
@@ -289,6 +291,24 @@ class Chat:
                     f"the chat template leaves out the text of message {number + 1}, which is a"
                     " string; a template for images may expect a list"
                 )
+
+    def _writes(self, conversation: Conversation, text: str, number: int) -> bool:
+        """Returns whether the output of the template, which is `text`, has the text of message
+        `number`: whether another text changes the output. If so, the template is known to write the
+        texts of this role.
+
+        The template may change texts, and other messages may have the same text, so a search in the
+        output would not answer this. Raises Undetermined if the template refuses the other text.
+        """
+        messages = list(conversation.messages)
+        role, content = messages[number]["role"], messages[number]["content"]
+        # A letter that is not in the text differs from each part of it that a template may write.
+        other = next(letter for letter in map(chr, count(ord("一"))) if letter not in content)
+        messages[number] = {**messages[number], "content": other}
+        if self._template.render(conversation, messages) == text:
+            return False
+        self._writing.add((self._tokenizer.get_chat_template(tools=conversation.tools), role))
+        return True
 
     def _turn(
         self, conversation: Conversation, rendering: Rendering, number: int
@@ -467,40 +487,26 @@ class Chat:
     def _unwritten_roles(self, conversation: Conversation, text: str) -> set[str]:
         """Returns the roles with a message whose text the template leaves out of `text`.
 
-        The assistant is not among them: other checks are made for its messages. A text that is
-        not found may be escaped or changed, and one that is found may be that of another message,
-        such as an answer that repeats the result of a tool. So the conversation is rendered again
-        with words in place of the texts. This is only done for texts that are not found, and for
-        roles whose texts the template is not yet known to write.
+        The assistant is not among them: other checks are made for its messages. To be fast, a text
+        that is in `text` counts as written if the template is known to write texts of its role.
         """
-        messages = conversation.messages
         source = self._tokenizer.get_chat_template(tools=conversation.tools)
-        words = {
-            number: f"qx{number}xq"
-            for number, message in enumerate(messages)
-            if message["role"] != "assistant"
-            and isinstance(content := message.get("content"), str)
-            and content.strip()
-            and ((source, message["role"]) not in self._writing_roles or not _has(text, content))
-        }
-        if not words:
-            return set()
-        changed = [
-            {**message, "content": words[number]} if number in words else message
-            for number, message in enumerate(messages)
-        ]
-        # The form of calls that the template takes is not known here.
-        for form in (tool_calls.with_objects, tool_calls.with_texts):
-            try:
-                rendered = self._template.render(conversation, form(changed)).lower()
-            except (Undetermined, ValueError):
+        unwritten: set[str] = set()
+        plain = ""
+        for number, message in enumerate(conversation.messages):
+            role = message["role"]
+            if (
+                role in {"assistant", *unwritten}
+                or not _has_text(message)
+                or ((source, role) in self._writing and _has(text, message["content"]))
+            ):
                 continue
-            roles = {messages[number]["role"] for number, word in words.items() if word in rendered}
-            self._writing_roles |= {(source, role) for role in roles}
-            return {
-                messages[number]["role"] for number, word in words.items() if word not in rendered
-            }
-        return set()  # the template refuses the words
+            # `text` may end with a token that the template does not write.
+            plain = plain or self._template.render(conversation, conversation.messages)
+            with contextlib.suppress(Undetermined):
+                if not self._writes(conversation, plain, number):
+                    unwritten.add(role)
+        return unwritten
 
 
 def _shared(one: str, other: str) -> int:
@@ -509,6 +515,12 @@ def _shared(one: str, other: str) -> int:
         (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
         min(len(one), len(other)),
     )
+
+
+def _has_text(message: dict[str, Any]) -> bool:
+    """Returns whether the content of `message` has more than white space."""
+    content = message.get("content")
+    return isinstance(content, str) and bool(content.strip())
 
 
 def _has(text: str, content: str) -> bool:

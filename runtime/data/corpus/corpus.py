@@ -53,6 +53,9 @@ class Corpus:
         """
         self._work, self._seed, self.packing = workload, seed, packing
         self.truncated_documents = self.truncated_tokens = self.left_out = 0
+        self.chosen_digest = documents.chosen_digest
+        """Digest of the documents before they are cut at the sequence. Unlike `digest`, it depends
+        on their choice and order."""
         if documents.whole and packing != "plain":
             documents, self.truncated_documents, self.truncated_tokens, self.left_out = truncated(
                 documents, workload.sequence

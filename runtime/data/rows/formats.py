@@ -7,6 +7,7 @@ document.
 from __future__ import annotations
 
 import codecs
+import contextlib
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -115,7 +116,7 @@ def rows(source: DataSource, columns: tuple[str, ...] | None = None) -> Iterator
     not be valid. Raises UserError for a file that is damaged or cannot be read.
     """
     for file in source.files:
-        try:
+        with _refusing(file):
             if source.kind == "text":
                 yield from _text(file)
             else:
@@ -125,15 +126,35 @@ def rows(source: DataSource, columns: tuple[str, ...] | None = None) -> Iterator
                         if isinstance(value, str)
                         else TextRow(file, line, value)
                     )
-        except OSError as error:
-            found, allowed, fix = (
-                (error.strerror or str(error)).lower(),
-                "a readable file",
-                "check the path and its permissions",
-            )
-            if error.errno is None and (codec := COMPRESSIONS.get(file.suffix.lower())):
-                allowed, fix = f"a complete {codec} file", "compress it again"
-            raise UserError(f"data {file}", found=found, allowed=allowed, fix=fix) from None
+
+
+def other_separators(source: DataSource) -> list[str]:
+    """Returns the separators of columns in CSV files that are not the usual ones, which are commas,
+    and tabs in .tsv files.
+
+    Raises UserError for a file that cannot be read.
+    """
+    found = set()
+    for file in source.files if source.kind == "csv" else ():
+        with _refusing(file):
+            found.add(csv_rows.other_separator(file))
+    return sorted(found - {""})
+
+
+@contextlib.contextmanager
+def _refusing(file: Path) -> Iterator[None]:
+    """Makes an OSError from the block a UserError that names `file`."""
+    try:
+        yield
+    except OSError as error:
+        found, allowed, fix = (
+            (error.strerror or str(error)).lower(),
+            "a readable file",
+            "check the path and its permissions",
+        )
+        if error.errno is None and (codec := COMPRESSIONS.get(file.suffix.lower())):
+            allowed, fix = f"a complete {codec} file", "compress it again"
+        raise UserError(f"data {file}", found=found, allowed=allowed, fix=fix) from None
 
 
 def _table(

@@ -20,12 +20,14 @@ from megatrain.runtime.data.columns import LAYOUTS, Layout, recognize, unknown_c
 from megatrain.runtime.data.corpus.mixture import joined
 from megatrain.runtime.data.documents import TARGET, Documents
 from megatrain.runtime.data.options import DataOptions
+from megatrain.runtime.data.rows import csv_rows
 from megatrain.runtime.data.rows.formats import (
     BadRow,
     BadRows,
     TextRow,
     describe_bad_rows,
     encoding_fix,
+    other_separators,
     rows,
 )
 from megatrain.runtime.data.rows.sources import DataSource
@@ -276,8 +278,9 @@ def _tokenize(
                     encoding_fix(bad.shown[0][0]),
                 )
             raise _no_data(source, "no text" if count else "no rows")
+        separated = [f"columns separated by {other!r}" for other in other_separators(source)]
         summary = TokenSummary(
-            layout=encoder.describe(),
+            layout="; ".join([encoder.describe(), *separated]),
             flagged=encoder.flagged,
             whole=layout.name != "text",
             largest_id=largest_id,
@@ -325,6 +328,7 @@ def _key(source: DataSource, options: DataOptions, folder: Path, tokenizer: obje
         transformers.__version__,
         tokenizers.__version__,
         [layout.columns for layout in LAYOUTS],
+        *([csv_rows.SEPARATORS] if source.kind == "csv" else []),
     )
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
 

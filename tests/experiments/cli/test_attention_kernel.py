@@ -251,3 +251,34 @@ def test_train_on_a_cpu_chooses_no_kernel() -> None:
     config = Config(training=TrainingSettings(steps=1))
     found = prepare._with_attention_kernel(args, H200, SHORT, config, torch.device("cpu"))
     assert found.attention is None
+
+
+@pytest.mark.parametrize("verb", [("check",), ("plan", "--out", "plan.toml")])
+@pytest.mark.parametrize(
+    ("machine", "kernel", "allowed"),
+    [
+        ("mi300x", "cudnn", "flash or PyTorch's choice"),
+        ("ryzen-ai-max-395-128gb", "flash4", "flash or PyTorch's choice"),
+        ("apple-m4-max", "flash", "PyTorch's choice"),
+        ("apple-m3-ultra", "cudnn", "PyTorch's choice"),
+    ],
+)
+def test_a_kernel_that_the_gpu_cannot_have_is_refused_in_one_line(
+    capsys: pytest.CaptureFixture[str],
+    verb: tuple[str, ...],
+    machine: str,
+    kernel: str,
+    allowed: str,
+) -> None:
+    words = (MODEL[0], "--hardware", machine, "--plain-packing", "--attention", kernel)
+    assert cli.main([*verb, *words]) == 2
+    assert capsys.readouterr().err == (
+        f"megatrain: hardware {machine}: attention_kernels: found no {kernel}; allowed: {allowed};"
+        " fix: leave --attention out\n"
+    )
+    assert not Path("plan.toml").exists()
+
+
+def test_flash_attention_is_accepted_for_a_gpu_of_amd(capsys: pytest.CaptureFixture[str]) -> None:
+    words = (MODEL[0], "--hardware", "mi300x", "--attention", "flash", "--batch", "1")
+    assert checked(capsys, *words)["workload"]["attention"] == "flash"

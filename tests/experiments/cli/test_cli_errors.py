@@ -514,7 +514,13 @@ MISTAKES = {
         ("calibrate", "gone", *CALIBRATE[2:]), "no such folder", "qwen2.5-7b", "check the path"
     ),
     "calibrate to a folder": Mistake(
-        (*CALIBRATE, "--out", "corpus"), "a folder", "a file", "name a file in it"
+        (*CALIBRATE, "--out", "corpus"), "a folder", "a file", "a file in it, like corpus/NAME.toml"
+    ),
+    "train on a file whose name is not UTF-8": Mistake(
+        ("train", "plan.toml", "--set", "data.data=gon\udce9", "--out", "new"),
+        "a name that is not UTF-8 text",
+        "a name that config.toml can store",
+        "rename it",
     ),
     "calibrate over an earlier file": Mistake(
         (*CALIBRATE, "--out", "hw.toml"),

@@ -92,9 +92,10 @@ def test_a_mixture_is_planned_in_pieces(command: Command) -> None:
 
 
 def namespace_of(*words: object) -> argparse.Namespace:
-    """Returns the options of `megatrain check`."""
+    """Returns the options of `megatrain check`, with the dtype that it takes."""
     parser = OneLineParser(prog="megatrain check")
     check.describe(parser)
+    parser.set_defaults(dtype="bf16")
     return parser.parse_args([str(word) for word in words])
 
 

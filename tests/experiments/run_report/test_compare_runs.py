@@ -14,7 +14,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from megatrain.experiments.run_report.several_runs import format_runs, read_runs
-from megatrain.runtime.data.summary import DataSummary
+from megatrain.runtime.data.summary import DataSummary, data_labels
 from megatrain.simulator.base.files import write_json
 from megatrain.simulator.plots import canvas
 
@@ -102,8 +102,8 @@ def test_the_speed_without_padding_is_a_row_of_its_own(runs: Path, tmp_path: Pat
     ("names", "digests", "documents", "shown"),
     [
         ("ab", "xy", (2, 2), ["a", "b"]),
-        ("aa", "xy", (2, 2), ["a (x, 2 documents)", "a (y, 2 documents)"]),
-        ("aa", "xx", (2, 3), ["a (x, 2 documents)", "a (x, 3 documents)"]),
+        ("aa", "xy", (2, 2), ["a (x, 2 documents, 24 tokens)", "a (y, 2 documents, 24 tokens)"]),
+        ("aa", "xx", (2, 3), ["a (x, 2 documents, 24 tokens)", "a (x, 3 documents, 24 tokens)"]),
         ("ab", "xx", (2, 2), None),  # the same data in another place
         ("ab", ("", ""), (2, 2), ["a", "b"]),  # older runs
         ("aa", ("", ""), (2, 2), None),
@@ -130,6 +130,64 @@ def test_the_data_of_the_runs_is_compared(
     assert len(cells(text, "evaluation loss, last")) == (3 if shown is None else 2)
     for key in ("data.data", "data.evaluation_data"):
         assert compared.settings.get(key) == shown
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "same"),
+    [
+        # Documents that are left out were cut at the sequence, which is 16 and 24 tokens here.
+        (
+            {"documents": 5, "tokens": 100},
+            {"documents": 3, "left_out": 2, "tokens": 48, "cut_tokens": 4, "sequence": 24},
+            True,
+        ),
+        ({"tokens": 619}, {"tokens": 1857}, False),  # two parts of one text
+        ({"chosen": "one"}, {"chosen": "one", "documents": 1, "left_out": 1, "tokens": 8}, True),
+        ({"chosen": "one"}, {"chosen": "two"}, False),
+        ({"chosen": "one"}, {}, True),  # the second run is older than this digest
+    ],
+)
+def test_other_documents_of_the_same_data_are_other_data(
+    first: dict[str, Any], second: dict[str, Any], same: bool
+) -> None:
+    labels = data_labels([summary(digest="x", **first), summary(digest="x", **second)])
+    assert (len(set(labels)) == 1) == same
+
+
+def held_out_runs(runs: Path, place: Path, held_out: dict[str, DataSummary | None]) -> list[Path]:
+    """Returns runs with the names and the evaluation data of `held_out`. Those without evaluation
+    data have no evaluation loss.
+    """
+    folders = []
+    for name, data in held_out.items():
+        folder = place / name
+        shutil.copytree(runs / "a" / "run", folder)
+        (folder / "config.toml").write_text('[data]\ndata = "corpus"\n')
+        summaries = {"training": summary(digest="z", chosen="z")}
+        if data:
+            summaries["evaluation"] = data
+        else:
+            metrics = folder / "metrics.jsonl"
+            lines = metrics.read_text().splitlines(keepends=True)
+            metrics.write_text("".join(line for line in lines if "evaluation" not in line))
+        write_json(folder / "data.json", summaries)
+        folders.append(folder)
+    return folders
+
+
+def test_only_runs_with_an_evaluation_loss_have_evaluation_data(runs: Path, tmp_path: Path) -> None:
+    same, other = (summary(digest="x", chosen=chosen) for chosen in ("one", "two"))
+    said = "Evaluation losses on different evaluation data are not comparable."
+    h1, h2, h3, n = held_out_runs(runs, tmp_path, {"h1": same, "h2": same, "h3": other, "n": None})
+    assert said not in format_runs(read_runs([h1, h2, n])[0], ["h1", "h2", "n"])
+    assert said not in format_runs(read_runs([h1, n])[0], ["h1", "n"])
+    compared, _ = read_runs([h1, h3, n])
+    assert said in format_runs(compared, ["h1", "h3", "n"])
+    assert compared.settings["data.evaluation_data"] == [
+        "corpus (one, 2 documents, 24 tokens)",
+        "corpus (two, 2 documents, 24 tokens)",
+        "-",
+    ]
 
 
 def test_evaluation_data_of_its_own_is_named(runs: Path, tmp_path: Path) -> None:

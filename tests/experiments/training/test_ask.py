@@ -61,10 +61,23 @@ def test_ask_gives_the_answers_of_chat(command: Any) -> None:
     assert "Samples" not in Path("run/report.html").read_text()
 
 
-def test_a_question_that_is_not_utf_8_is_refused_in_one_line(command: Any) -> None:
-    outcome = command(*TRAIN, "--ask", "Caf\udce9?", "--out", "refused")
+@pytest.mark.parametrize(
+    ("option", "where", "shown"),
+    [
+        (("--ask", "Caf\udce9?"), "--ask", "'Caf\\udce9'"),
+        (("--ask", "Caf\udce9" + 30 * "e"), "--ask", "'Caf\\udce9'"),
+        (("--ask", 30 * "a" + "\udce9?"), "--ask", f"'{20 * 'a'}\\udce9'"),
+        (("--set", 'evaluation.ask=["Caf\udce9"]'), "--set evaluation.ask", "'[\"Caf\\udce9'"),
+        (("--set", "ask=Caf\udce9"), "--set ask", "'Caf\\udce9'"),
+    ],
+)
+def test_a_question_that_is_not_utf_8_is_refused_in_one_line(
+    command: Any, option: tuple[str, str], where: str, shown: str
+) -> None:
+    outcome = command(*TRAIN, *option, "--out", "refused")
     assert outcome.status == 2
-    assert "--ask: found bytes that are not UTF-8, 'Caf\\udce9'; allowed: text" in outcome.err
+    assert f"{where}: found bytes that are not UTF-8, {shown}; allowed: text" in outcome.err
+    assert outcome.err.count("\n") == 1
     assert "rename" not in outcome.err
     assert not Path("refused").exists()
 

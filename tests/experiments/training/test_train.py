@@ -107,6 +107,20 @@ def test_options_win_over_set_and_set_over_the_file(command: Any) -> None:
 
 
 @pytest.mark.usefixtures("workplace")
+def test_runs_that_evaluate_other_parts_of_the_same_text_are_told_apart(command: Any) -> None:
+    Path("text.txt").write_text("the first text\n" * 50)
+    words = ("--data", "text.txt", "--steps", 1, "--device", "cpu", "--no-export")
+    for fraction in (0.1, 0.3):
+        kept = ("--evaluation-fraction", fraction, "--out", f"run-{fraction}")
+        assert command("train", "plan.toml", *words, *kept).status == 0
+    found = command("compare", "run-0.1", "run-0.3").out
+    assert len(set(re.findall(r"text\.txt \(\w+, 1 document, [\d,]+ tokens\)", found))) == 4
+    line = next(line for line in found.splitlines() if line.startswith("evaluation loss, last"))
+    assert "%" not in line
+    assert "Evaluation losses on different evaluation data are not comparable." in found
+
+
+@pytest.mark.usefixtures("workplace")
 def test_runs_on_data_of_the_same_name_are_told_apart_by_its_content(command: Any) -> None:
     data = ("--data", "text.txt", "--evaluation-data", "held-out.txt")
     words = ("--steps", 1, "--device", "cpu", "--no-export")
@@ -116,7 +130,7 @@ def test_runs_on_data_of_the_same_name_are_told_apart_by_its_content(command: An
         assert command("train", "plan.toml", *data, *words, "--out", run).status == 0
     found = command("compare", "one", "two")
     for name in (r"text\.txt", r"held-out\.txt"):
-        named = re.findall(rf"{name} \([\w-]+, 1 document\)", found.out)
+        named = re.findall(rf"{name} \([\w-]+, 1 document, [\d,]+ tokens\)", found.out)
         assert len(set(named)) == len(named) == 2
     assert "Evaluation losses on different evaluation data are not comparable" in found.out
     assert ".txt" not in command("compare", "one", "three").out

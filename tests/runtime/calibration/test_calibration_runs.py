@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megatrain.runtime.calibration import calibrate as module
-from megatrain.runtime.calibration.calibrate import Subject, calibrate
+from megatrain.runtime.calibration.calibrate import Subject, calibrate, collective_memory
 from megatrain.runtime.calibration.contention import Contention
 from megatrain.runtime.calibration.measured_costs import OPTIMIZER_KINDS
 from megatrain.runtime.calibration.microbenchmarks import MeasuredRates
@@ -225,20 +225,27 @@ def test_numbers_of_the_machine_are_in_the_units_of_their_names(calibration: Cal
     assert (found.library_bytes, found.collective_bytes) == (0, 0)
 
 
-def test_memory_of_libraries_and_rate_between_gpus_are_those_of_the_same_gpu_in_the_library(
-    calibration: Calibration, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("library", "missing"), [("h200", "attention_kernels"), ("mi300x", "peer_gb_per_s")]
+)
+def test_what_one_process_cannot_measure_is_that_of_the_same_gpu_in_the_library(
+    calibration: Calibration, monkeypatch: pytest.MonkeyPatch, library: str, missing: str
 ) -> None:
-    """They cannot be measured by one process that is already running."""
-    known = HardwareSpec.load("h200")
+    known = HardwareSpec.load(library)
     name = known.gpu_names[0]
     monkeypatch.setattr(module.machine, "describe", lambda _: {"device": name, "cores": 7})
     found = calibration.run()
     assert found.library_bytes == known.library_bytes > 0
-    assert found.collective_bytes == known.collective_bytes > 0
-    assert found.collective_peer_bytes == known.collective_peer_bytes > 0
-    assert found.peer_gb_per_s == known.peer_gb_per_s
-    assert found.peer_gb_per_s is not None
+    assert (found.collective_bytes, found.collective_peer_bytes) == (1292 * 2**20, 446 * 2**20)
+    for field in ("peer_gb_per_s", "attention_kernels"):
+        assert getattr(found, field) == getattr(known, field)
+        assert (getattr(found, field) is None) == (field == missing)
     assert found.source.startswith(f"measured on {name}, 7 cores")
+
+
+def test_a_gpu_that_the_library_does_not_have_has_the_usual_memory_of_nccl() -> None:
+    of_gpu, of_cpu = (collective_memory(None, torch.device(kind)) for kind in ("cuda", "cpu"))
+    assert (of_gpu, of_cpu) == ((1292 * 2**20, 446 * 2**20), (0, 0))
 
 
 def test_fp8_has_a_peak_of_its_own(calibration: Calibration) -> None:

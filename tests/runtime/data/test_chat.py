@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from megatrain.runtime.data import long_text
-from megatrain.runtime.data.chat.chat_template import _misplaced
+from megatrain.runtime.data.chat.chat_template import ChatTemplate, _misplaced
 from megatrain.runtime.data.chat.marks import Rendering, TextSpan
 from megatrain.runtime.data.chat.targets import Chat
 from megatrain.runtime.data.columns import Conversation
@@ -508,12 +508,16 @@ def test_a_remark_names_what_a_template_leaves_out(
     assert remark in chat.remarks()
 
 
-def remarks_on(folder: Path, template: str, *conversations: Conversation) -> list[str]:
-    """Returns the remarks after `conversations`, none of which may be refused."""
+def chat_of(folder: Path, template: str | dict[str, str]) -> Chat:
     tokenizer = load_tokenizer(folder)
     assert tokenizer is not None
-    tokenizer.chat_template = TEMPLATES[template]
-    chat = Chat(tokenizer, "assistant", "the model")
+    tokenizer.chat_template = template
+    return Chat(tokenizer, "assistant", "the model")
+
+
+def remarks_on(folder: Path, template: str, *conversations: Conversation) -> list[str]:
+    """Returns the remarks after `conversations`, none of which may be refused."""
+    chat = chat_of(folder, TEMPLATES[template])
     assert not [found for found in chat.encode(list(conversations)) if isinstance(found, str)]
     return chat.remarks()
 
@@ -578,6 +582,99 @@ def test_a_text_that_the_template_writes_in_another_way_is_not_left_out(
     others = [{"role": role, "content": text} for role in ("system", "developer", "user", "tool")]
     messages = Conversation(messages=[*others, answer("world")])
     assert remarks_on(tokenizer_folder(), template, messages) == []
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        "m.content.split('<out>')[1]",
+        "m.content.split('<out>')[1].split('</out>')[0]",
+        "(m.content if '<out>' in m.content else '')",
+        "m.content[:4]",
+        "m.content[-3:]",
+        "m.content | list | join(' ')",
+    ],
+)
+def test_a_part_of_a_text_is_a_text_that_is_written(
+    tokenizer_folder: Folder, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    monkeypatch.setitem(TEMPLATES, "part", HEAD + BODY.replace("m.content", part) + PROMPT)
+    text = "one <out>two</out> three"
+    others = [{"role": role, "content": text} for role in ("system", "developer", "user", "tool")]
+    messages = Conversation(messages=[*others, answer(text)])
+    assert remarks_on(tokenizer_folder(), "part", messages) == []
+
+
+def test_a_conversation_that_is_left_out_is_not_counted(tokenizer_folder: Folder) -> None:
+    users = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    chat = chat_of(tokenizer_folder(), users + "{% generation %}{% endgeneration %}")
+    system = {"role": "system", "content": "dropped"}
+    (found,) = chat.encode([Conversation(messages=[system, user("hello"), answer("world")])])
+    assert isinstance(found, str)
+    assert found == "the chat template shows no assistant turn"
+    assert chat.remarks() == []
+
+
+@pytest.fixture
+def renderings(tokenizer_folder: Folder, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Returns a function that returns how often each of some conversations is rendered. They have
+    the given messages, and an answer.
+    """
+    count = 0
+    render = ChatTemplate.render
+
+    def counting(*args: Any, **options: Any) -> str:
+        nonlocal count
+        count += 1
+        return render(*args, **options)
+
+    def find(template: str, *conversations: list[dict[str, Any]]) -> list[int]:
+        nonlocal count
+        chat = chat_of(tokenizer_folder(), TEMPLATES[template])
+        found = []
+        for messages in conversations:
+            count = 0
+            chat.encode([Conversation(messages=[*messages, answer("world")])])
+            found.append(count)
+        return found
+
+    monkeypatch.setattr(ChatTemplate, "render", counting)
+    return find
+
+
+@pytest.mark.parametrize("template", ["plain", "as JSON"])
+def test_a_role_that_is_written_costs_no_further_rendering(
+    renderings: Callable[..., Any], template: str
+) -> None:
+    first, second, blank = renderings(
+        template,
+        *(
+            [{"role": role, "content": text} for role in ("system", "user", "tool")]
+            for text in ('a\n"b" é', 'c\n"d" ü', "")
+        ),
+    )
+    assert first > second == blank
+
+
+def test_a_role_that_is_left_out_costs_few_renderings(renderings: Callable[..., Any]) -> None:
+    tool = {"role": "tool", "content": "dropped"}
+    _, one, five, none = renderings("user and assistant", [user("a")], [tool], [tool] * 5, [])
+    assert one == five == none + 2
+
+
+@pytest.mark.parametrize("first", ["default", "tool_use"])
+def test_another_template_for_tools_may_leave_out_what_the_first_one_writes(
+    tokenizer_folder: Folder, first: str
+) -> None:
+    """The text is also in the answer, so a search does not show that it is left out."""
+    templates = dict.fromkeys(["default", "tool_use"], TEMPLATES["user and assistant"])
+    chat = chat_of(tokenizer_folder(), {**templates, first: TEMPLATES["plain"]})
+    messages = [{"role": "developer", "content": "one"}, user("weather"), answer("one")]
+    both = [Conversation(messages=messages), Conversation(messages=messages, tools=TOOLS)]
+    for conversation in both if first == "default" else both[::-1]:
+        assert "developer" not in "".join(chat.remarks())
+        chat.encode([conversation])
+    assert unwritten("developer", "1 conversation") in chat.remarks()
 
 
 def test_calls_in_the_form_that_the_template_takes_do_not_hide_a_text_that_is_left_out(

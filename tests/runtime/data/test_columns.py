@@ -192,18 +192,6 @@ def test_the_error_for_unknown_columns_names_the_known_ones() -> None:
     )
 
 
-@pytest.mark.parametrize(("name", "separator"), [("a;b", "';'"), ("a\tb", r"'\t'"), ("a|b", "'|'")])
-def test_a_single_column_with_a_separator_in_its_name_is_explained(
-    name: str, separator: str
-) -> None:
-    """As in a CSV file of a spreadsheet in a country with a decimal comma."""
-    assert str(unknown_columns("data rows.csv", {name}, "auto")).endswith(
-        "fix: separate the columns by commas, or by tabs in a .tsv file, since"
-        f" {separator} is probably their separator"
-    )
-    assert "separator" not in str(unknown_columns("data rows.csv", {name, "c"}, "auto"))
-
-
 def test_alpaca_without_a_chat_template_has_headings() -> None:
     row = {"instruction": "i", "input": "q", "output": "a", "system": "s"}
     conversation = extract(row, layout(row))

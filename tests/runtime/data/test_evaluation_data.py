@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,11 @@ def test_the_last_documents_can_be_evaluated() -> None:
     assert len(training) == 7
     with pytest.raises(UserError, match="found 10 of 10 documents; allowed: at most 9"):
         split(documents_of(10), DataOptions(evaluation_documents=10))
+
+
+def test_other_tokens_in_the_same_places_are_other_documents() -> None:
+    digests = [replace(documents_of(3), digest=digest).chosen_digest for digest in "aab"]
+    assert digests[0] == digests[1] != digests[2]
 
 
 def test_the_end_of_a_single_text_is_evaluated() -> None:

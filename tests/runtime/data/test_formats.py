@@ -5,6 +5,7 @@ A broken file gives a one-line error, and broken rows are counted with their pos
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -153,6 +154,46 @@ def test_csv_rows_are_named_by_their_header_and_have_the_line_where_they_begin(
         match=r"rows\.csv: found invalid UTF-8 in the header; allowed: CSV in UTF-8; fix: convert",
     ):
         read(tmp_path / "rows.csv")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "separators", "row"),
+    [
+        ("a.csv", "prompt;completion\none, two;three, four\n", [";"], ("one, two", "three, four")),
+        ("a.csv", '\ufeff\n"prompt";"completion"\r\n"a;b";c\r\n', [";"], ("a;b", "c")),
+        ("a.csv", '"prompt\t"\tcompletion\na\tb;c\n', ["\t"], ("a", "b;c")),
+        ("a.csv", "prompt|completion\na|b\n", ["|"], ("a", "b")),
+        ("a.tsv", "prompt,completion\na,b\n", [","], ("a", "b")),
+        ("a.csv", "prompt,completion;x;y\na;b,c\n", [], ("a;b", "c")),
+        ("a.tsv", "prompt\tcompletion,x\na,b\tc\n", [], ("a,b", "c")),
+        ("a.csv", '"first, second"\na\n', [], ("a",)),
+        ("a.csv", "text\na;b\n", [], ("a;b",)),
+        ("a.jsonl", '{"a|b": "c"}\n', [], ("c",)),
+    ],
+)
+@pytest.mark.parametrize("ending", ["", ".gz"])
+def test_a_csv_file_is_read_with_the_separator_of_its_header(
+    tmp_path: Path, name: str, text: str, separators: list[str], row: tuple[str, ...], ending: str
+) -> None:
+    content = text.encode()
+    path = tmp_path / f"{name}{ending}"
+    path.write_bytes(gzip.compress(content) if ending else content)
+    (found,) = read(path)
+    assert isinstance(found, TextRow)
+    assert isinstance(found.value, dict)
+    assert tuple(found.value.values()) == row
+    assert formats.other_separators(find(path)) == separators
+
+
+def test_a_csv_file_that_cannot_be_read_is_refused_while_its_separator_is_found(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("a;b\n")
+    source = find(path)
+    path.unlink()
+    with pytest.raises(UserError, match=r"rows\.csv: found no such file"):
+        formats.other_separators(source)
 
 
 @pytest.mark.parametrize(("ending", "codec"), COMPRESSIONS.items())

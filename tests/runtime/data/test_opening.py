@@ -11,9 +11,11 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from small_rows import BOTTOM, CHAT, same
+from msgspec.structs import replace
+from small_rows import BOTTOM, CHAT, WORK, same
 
 from megatrain.runtime.data.options import DataOptions
+from megatrain.runtime.data.rows import csv_rows
 from megatrain.runtime.data.tokens import byte_level
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import convert
@@ -72,6 +74,55 @@ def test_the_summary_counts_rows_documents_and_tokens_with_loss(
         assert found.targets == (labels >= 0).sum()
         assert 0 < found.targets < found.tokens == data.tokens
         assert (found.packed_rows, found.padding) == (data.rows, data.padding)
+
+
+def test_the_digest_of_chosen_documents_tells_other_choices_apart(
+    opened: Callable[..., Any], jsonl: Folder, tmp_path: Path
+) -> None:
+    """The seed, the sequence, the packing and the folder of the data do not change it."""
+    rows = jsonl([{"text": f"{word} one two three"} for word in "abcdefghijklmnopqrst"])
+    text, copy = tmp_path / "one.txt", tmp_path / "copy.txt"
+    for file in (text, copy):
+        file.write_text("one two three " * 100)
+
+    def summaries(data: Path, **changes: Any) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        opened(data, on_summary=found.update, **changes)
+        return found
+
+    shorter = replace(WORK, sequence=WORK.sequence // 2)
+    for first, second, alike in (
+        (summaries(text, evaluation_fraction=0.1), summaries(text, evaluation_fraction=0.3), False),
+        (summaries(rows, evaluation_fraction=0.1), summaries(rows, evaluation_documents=2), False),
+        (
+            summaries(text, evaluation_fraction=0.1),
+            summaries(copy, evaluation_fraction=0.1, work=shorter, seed=1, packing="plain"),
+            True,
+        ),
+    ):
+        for part in ("training", "evaluation"):
+            assert (first[part].chosen == second[part].chosen) == alike
+            assert first[part].digest == second[part].digest, "resuming compares this one"
+
+
+def test_another_separator_is_noted_also_with_tokens_from_the_cache(
+    opened: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens of an earlier version, which knew no other separator, are not used."""
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    (folder / "a.csv").write_text("text\n" + "one two\n" * 20)
+    (folder / "b.csv").write_text("text;note\n" + "one, two;three\n" * 20)
+    with monkeypatch.context() as patch:
+        patch.setattr(csv_rows, "SEPARATORS", (",",))
+        corpus, _, notes = opened(folder)
+        assert corpus.count == 20
+        assert "separated" not in "".join(notes)
+    for state in ("tokenized now, and cached", "tokens from the cache"):
+        corpus, _, notes = opened(folder)
+        assert corpus.count == 40
+        assert "recognized: text, loss on every token; columns separated by ';'" in notes
+        assert state in notes[2]
 
 
 def test_bad_rows_are_counted_by_what_is_wrong_with_them(

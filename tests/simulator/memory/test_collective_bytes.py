@@ -42,6 +42,18 @@ def test_only_a_plan_for_several_gpus_needs_memory_for_collectives() -> None:
     assert _peak(machine, 4) == _peak(without, 4) + RESERVED + 2 * FOR_EACH_PEER
 
 
+def test_a_machine_that_states_no_memory_for_collectives_has_the_defaults() -> None:
+    stated = HardwareSpec.load("h100-sxm")
+    silent = msgspec.structs.replace(stated, collective_bytes=None, collective_peer_bytes=None)
+    for gpus in (1, 2, 4):
+        assert _peak(silent, gpus) == _peak(stated, gpus)
+    (part,) = {
+        msgspec.structs.replace(silent, collective_bytes=size).collectives(4) - size
+        for size in (0, RESERVED)
+    }
+    assert part == 2 * FOR_EACH_PEER
+
+
 def test_four_gpus_keep_what_was_measured() -> None:
     """GPU memory of a rank of four, without PyTorch's tensors, minus the same of one GPU (MiB,
     experiments/results/h100-x4-large-models). One prediction was 1,292 and ran out of memory.

@@ -1,0 +1,61 @@
+"""Tests of the dtype that `check` and `plan` take without `--dtype`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from megatrain.experiments.web.answer import answer
+from megatrain.experiments.web.question import Question
+from megatrain.simulator.base.files import write_toml
+from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.schedule.plan import Plan
+
+SIZE = ("--batch", 1, "--seq", 16)
+SAID = "layers compute in fp32, because h200 has no rate for bf16; --dtype chooses another dtype\n"
+
+
+def machine(*dtypes: str) -> HardwareSpec:
+    rates = dict.fromkeys(dtypes, 60.0)
+    return msgspec.structs.replace(HardwareSpec.load("h200"), peak_tflops=rates)
+
+
+@pytest.mark.usefixtures("workplace", "searched_once", "without_advice")
+@pytest.mark.parametrize(
+    ("rates", "option", "dtype", "said"),
+    [
+        (("fp32",), (), "fp32", SAID),  # as `calibrate` writes without a GPU
+        (("fp32",), ("--dtype", "fp32"), "fp32", ""),
+        (("fp32", "bf16"), (), "bf16", ""),
+        (("fp32", "bf16"), ("--dtype", "fp32"), "fp32", ""),
+    ],
+)
+def test_the_usual_dtype_is_one_that_the_machine_has_a_rate_for(
+    command: Callable[..., Any],
+    rates: tuple[str, ...],
+    option: tuple[str, ...],
+    dtype: str,
+    said: str,
+) -> None:
+    write_toml(Path("machine.toml"), machine(*rates), "a machine")
+    words = ("tiny", "--hardware", "machine.toml", *SIZE, *option)
+    checked = command("check", *words, "--json")
+    assert (checked.status, checked.err) == (0, said)
+    assert json.loads(checked.out)["workload"]["dtype"] == dtype
+    planned = command("plan", *words, "--out", "new.toml")
+    assert (planned.status, planned.err) == (0, said)
+    assert Plan.load("new.toml").workload.dtype == dtype
+
+
+def test_the_page_takes_the_usual_dtype_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Question, "machine", lambda _: machine("fp32"))
+    question = Question(model="qwen2.5-0.5b", hardware="h200", batch="1", seq="256")
+    name, first = next(iter(answer(question)))
+    assert name == "first"
+    assert first is not None
+    assert first["verdict"]["workload"]["dtype"] == "fp32"
