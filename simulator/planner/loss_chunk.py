@@ -53,6 +53,9 @@ _TIE = 1.003
 """Plans whose times differ by less than this factor count as equally fast, because the compared
 plans are not refined. The smaller chunk is then chosen, since it leaves more memory. On a
 calibrated machine, a chunk that was measured is preferred instead."""
+_LARGER = 1.005
+"""A larger chunk must be faster by this factor, because its logits leave less memory for what a
+whole search changes. With 1.003, 7B without clipping on an RTX 4090 was 8 % slower."""
 _CLEARLY = 1.01
 """Chunks below 1,024 tokens must be faster by this factor, because whole searches follow."""
 _FIRST = 2048
@@ -170,7 +173,7 @@ class _ChunkSearch:
             if chunks[index + step] in _SMALLER:
                 limit /= _CLEARLY
             elif not self._measured:
-                limit *= _TIE if step < 0 else 1 / _TIE
+                limit *= _TIE if step < 0 else 1 / _LARGER
             if self._time(chunks[index + step], limit) >= limit:
                 break
             index += step

@@ -94,8 +94,8 @@ _MOST_REFINED = 1.05  # a candidate is not refined if it is slower than a limit 
 # The search also climbs from the second-best candidate, unless the best plan so far is faster by
 # this factor.
 _MOST_CLIMBED = 1.01
-# The same for candidates with another share of host updates. A climb from them may gain much more,
-# because the host's DRAM limits other ops. With 1.01, 7B was 16 % slower on a host with fast DRAM.
+# The same for candidates whose streamed layers are all updated on the host, if the best plan
+# updates some of them there. With 1.01, 7B was 16 % slower on a host with fast DRAM.
 _MOST_SHARED = 1.04
 # The speed of a host varies more than the speed of a device. So the host updates more layers only
 # if that is faster by this factor. It is below 1.005 because a tested property is that more memory
@@ -293,7 +293,9 @@ class PlacementSearch(Polishing):
             (1, with_all),
             (2, [host_updating(plan, every=2) for plan in with_all]),
         ):
-            limit = _MOST_SHARED * min(time for time, _ in found)
+            least, best = min(found, key=lambda entry: entry[0])
+            factor = _MOST_SHARED if share == 1 and host_share(best) > 1 else _MOST_CLIMBED
+            limit = factor * least
             if share in {host_share(plan) for time, plan in found if time < limit}:
                 continue
             fitting = [other for other in plans if self.filling.account(other).fits]
@@ -301,7 +303,7 @@ class PlacementSearch(Polishing):
                 time, plan = self._with_larger_copies(self.time(start), start)
                 if time < limit:
                     time, plan = self._climbed(time, plan)
-                    faster = time * _MOST_SHARED < limit
+                    faster = time * factor < limit
                     results += self._improved(time, plan) if faster else [(time, plan)]
         return results
 
