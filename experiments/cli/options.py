@@ -405,12 +405,11 @@ def add_workload(
             " (default), or `8bit`"
         ),
     )
-    otherwise = "the planner chooses" if loss_chunk is None else "PyTorch chooses"
     group.add_argument(
         "--attention",
         choices=get_args(Kernel),
         help="attention kernel; kernels round differently (default: flash attention if rows hold"
-        f" several documents; with --plain-packing, {otherwise})",
+        " several documents; otherwise chosen by the machine's rates, or by PyTorch)",
     )
     group.add_argument(
         "--loss-chunk",

@@ -14,6 +14,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from megatrain.experiments.cli import file_arguments, options
 from megatrain.experiments.cli.verdict import from_options
 from megatrain.simulator.base.errors import UserError
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
 
     from megatrain.experiments.sweep.grid import Axes
     from megatrain.experiments.sweep.running import SweepEntry
+    from megatrain.simulator.hardware.machine import HardwareSpec
+    from megatrain.simulator.model.workload import Workload
+    from megatrain.simulator.schedule.plan import Plan
 
 _EXECUTED_STEPS = 5
 
@@ -152,14 +157,29 @@ def entries_of(args: argparse.Namespace) -> list[SweepEntry]:
     keys = Keys(base, hardware, [sources_digest(), *executed])
     planned = [grid for grid in grids if not (args.default_knobs or KNOBS & grid.keys())]
     given = [grid for grid in grids if grid not in planned]
-    entries = [
-        SweepEntry(plan, keys.of(plan, planned=chosen), chosen)
+    points = [
+        (plan, chosen)
         for group, chosen in ((planned, True), (given, False))
         for plan in plans(base, group)
     ]
+    if not (args.attention or any("attention" in grid for grid in grids)):
+        kernels: dict[Workload, Workload] = {}
+        points = [(_with_kernel(plan, hardware, kernels), chosen) for plan, chosen in points]
+    entries = [SweepEntry(plan, keys.of(plan, planned=chosen), chosen) for plan, chosen in points]
     for name in dict.fromkeys(entry.plan.workload.optimizer for entry in entries):
         optimizer.find(name)
     return entries
+
+
+def _with_kernel(plan: Plan, hardware: HardwareSpec, known: dict[Workload, Workload]) -> Plan:
+    """Returns `plan` with the attention kernel that `check` chooses. `known` stores the choices."""
+    from megatrain.simulator.planner.attention_kernel import with_attention_kernel
+
+    row = msgspec.structs.replace(plan.workload, batch=1)  # the choice does not depend on the batch
+    if row not in known:
+        known[row] = with_attention_kernel(plan.model, hardware, row)
+    work = msgspec.structs.replace(plan.workload, attention=known[row].attention)
+    return msgspec.structs.replace(plan, workload=work)
 
 
 def _what_was_planned(entries: Sequence[SweepEntry]) -> str:
