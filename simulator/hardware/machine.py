@@ -108,6 +108,9 @@ class HardwareSpec(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True)
     attention: dict[str, AttentionRate] = msgspec.field(default_factory=dict)
     """Kernel -> its rate, if it differs from the two fields above. The kernels are `flash`, `cudnn`
     and `flash4`. A machine without a rate for `flash4` does not have this kernel."""
+    cuda: bool = True
+    """Whether PyTorch uses the GPU as a CUDA device, so that the runtime can train on it. PyTorch
+    for ROCm does. Other machines are for prediction only."""
     attention_kernels: tuple[Kernel, ...] | None = None
     """The attention kernels that the GPU can have. If it is None, as for NVIDIA's GPUs, these are
     all kernels."""

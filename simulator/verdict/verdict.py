@@ -129,6 +129,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     choice: 0.1 is 10 % faster. None if the planner chose no kernel."""
     prediction_only: bool
     """Whether the policy models another system, so the runtime cannot execute it."""
+    cuda: bool = True
+    """`HardwareSpec.cuda` of the machine: whether the runtime can train on it."""
     feasible: bool
     """Whether the plan fits in memory."""
     fits_if: str = ""
@@ -310,6 +312,7 @@ def summarize(
             kernel_gain(plan.model, hardware, work) if kernel_chosen and work.attention else None
         ),
         prediction_only=peer,
+        cuda=hardware.cuda,
         feasible=choice.feasible,
         fits_if=(
             f"compiled layers with {unknown}, which nobody measured, take at most"

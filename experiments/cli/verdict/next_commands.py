@@ -45,7 +45,7 @@ def next_commands(args: argparse.Namespace, verdict: Verdict) -> list[tuple[list
         others = _options({"cores": (args.cores, None), "seq": (work.sequence, 1024)})
         words = ["check", *hardware, *limits, *others, *policy, *kept]
         return [*several, (_quoted(*words), "lists the models that fit")]
-    if verdict.prediction_only:
+    if verdict.prediction_only or not verdict.cuda:
         return several
     measured = [*hardware, *limits] if verdict.calibrated else []
     model = args.model if os.path.isdir(args.model) else "MODEL"

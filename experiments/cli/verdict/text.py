@@ -311,6 +311,10 @@ def notes(verdict: Verdict) -> list[str]:
         sentences.append(chosen)
     if verdict.calibrated and verdict.extrapolated:
         sentences.append(f"{NOT_MEASURED}; --why names them")
+    if not verdict.cuda:
+        sentences.append(
+            f"this is a prediction only: `megatrain train` cannot use the GPU of {verdict.machine}"
+        )
     return sentences
 
 

@@ -899,6 +899,19 @@ def test_the_list_of_models_that_fit_uses_the_given_options(
     assert parse(shlex.split(listed.replace("\\ ", ""))[1:]) == given
 
 
+@pytest.mark.usefixtures("searched_once", "without_advice")
+@pytest.mark.parametrize(("machine", "trains"), [("apple-m4-max", False), ("dgx-spark", True)])
+def test_a_machine_without_cuda_is_for_prediction_only(
+    machine: str, trains: bool, command: Any
+) -> None:
+    outcome = command("check", "qwen2.5-0.5b", "--hardware", machine, "--batch", "1")
+    assert outcome.status == 0
+    text = flat(outcome.out)
+    assert ("megatrain train MODEL" in text) == trains
+    assert ("megatrain plan" in text) == trains
+    assert ("`megatrain train` cannot use the GPU of Apple M4 Max" in text) != trains
+
+
 @pytest.mark.usefixtures("without_advice")
 def test_policies_that_the_options_rule_out_are_named_below_the_table(command: Any) -> None:
     words = ("check", "qwen2.5-0.5b", "--hardware", "h200", "--batch", "1", "--optimizer", "muon")

@@ -603,9 +603,7 @@ def test_the_table_has_the_axes_that_are_swept(command: Any) -> None:
     assert re.search(r"^k_buffer +planned ", outcome.out, re.MULTILINE)
 
 
-def test_points_have_the_attention_kernel_that_check_chooses(
-    command: Any, workplace: Path
-) -> None:
+def test_points_have_the_attention_kernel_that_check_chooses(command: Any, workplace: Path) -> None:
     """Without a kernel, the scores of gpt-oss are written out, which takes 43 % longer."""
     model = ModelSpec.load("gpt-oss-20b")
     work = Workload(batch=2, sequence=512, documents=True)
