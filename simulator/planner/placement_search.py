@@ -46,10 +46,12 @@ one with the usual slots. The fastest result is returned.
 With several GPUs, the plans are those of a rank, which owns a part of each layer. Layers on the
 device pass through slots too, and no layer is updated on the host.
 
-If no candidate of step 1 or 2 fits, these steps are repeated with fewer slots. Plans that keep no
-state on the device and update all layers on the host are always among the candidates, with the most
-slots with which one fits (`_on_host`). If nothing fits with the fewest slots, there is no plan, and
-`nearest_miss` returns the one that exceeds its limits by the fewest bytes.
+If no candidate of step 1 or 2 fits, these steps are repeated with fewer slots. If candidates with
+all slots fit in slightly more host memory, a search begins from them, too (`_from_beyond`), because
+a climb may end at a plan that fits. Plans that keep no state on the device and update all layers on
+the host are always among the candidates, with the most slots with which one fits (`_on_host`). If
+nothing fits with the fewest slots, there is no plan, and `nearest_miss` returns the one that
+exceeds its limits by the fewest bytes.
 """
 
 from __future__ import annotations
@@ -101,6 +103,7 @@ _MOST_SHARED = 1.04
 # if that is faster by this factor. It is below 1.005 because a tested property is that more memory
 # never makes the chosen plan slower by 0.5 %.
 _LEAST_HOST_GAIN = 1.004
+_BEYOND = 1.03  # host memory of a search from which a plan may come that needs less
 # Plans with fewer slots are tried if that frees at least this share of the device's memory.
 _LEAST_FREED = 1 / 64
 _FEWER_SLOTS: tuple[dict[str, int], ...] = (
@@ -159,7 +162,35 @@ class PlacementSearch(Polishing):
             candidates = [plan for plan in other._usual() if plan not in known]
             if estimate := other._best_of(candidates, limit_ns):
                 estimates.append(estimate)
+            if estimate := self._from_beyond(usual, limit_ns):
+                estimates.append(estimate)
         return min(estimates, key=lambda estimate: estimate.step_seconds, default=None)
+
+    def _from_beyond(self, usual: Sequence[Plan], limit_ns: float) -> Estimate | None:
+        """Returns the best plan of a search with `_BEYOND` times the host memory if it fits, or
+        None.
+
+        The search is made only if the `usual` candidates have fewer slots, because the others do
+        not fit in host memory. A climb from one of the others may end at a plan that needs less
+        host memory, because more of its state is on the device.
+        """
+        slots = self.plan.knobs.state_slots
+        if not usual or usual[0].knobs.state_slots == slots:
+            return None
+        more = int(_BEYOND * self.plan.host_limit_bytes)
+        beyond = PlacementSearch(
+            msgspec.structs.replace(self.plan, host_limit_bytes=more), self.costs
+        )
+        first = beyond._usual()
+        if not first or first[0].knobs.state_slots != slots:
+            return None
+        found = beyond.best(limit_ns)
+        if found is None:
+            return None
+        plan = msgspec.structs.replace(
+            beyond.polished(found).plan, host_limit_bytes=self.plan.host_limit_bytes
+        )
+        return self._estimate(plan) if self.filling.account(plan).fits else None
 
     def _usual(self) -> list[Plan]:
         """Returns the candidates that fit, with the most slots with which any fits. Results are
