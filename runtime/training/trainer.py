@@ -385,8 +385,9 @@ class Trainer(TrainingRun):
         The run folder is locked while this method runs, so a second run in it is refused. With
         `deterministic` in the config, the process stays in deterministic mode afterwards.
 
-        After the first SIGINT or SIGTERM, the current step is completed, a checkpoint is saved and
-        Interrupted is raised. After the second signal, Interrupted is raised at once.
+        After the first SIGINT, SIGTERM or SIGHUP, the current step is completed, a checkpoint is
+        saved and Interrupted is raised. After a second signal other than SIGHUP, it is raised at
+        once.
 
         All memory is released when the method returns or raises.
 

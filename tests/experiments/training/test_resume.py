@@ -5,6 +5,7 @@ The resumed run is bit for bit the same as a run without an interruption.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -583,6 +584,46 @@ def test_a_run_saves_on_a_signal_and_can_be_resumed(command: Command) -> None:
         f"run: found a run that ended after step {last}; allowed: a new or empty folder; fix:"
         f" continue it with `{command_to_continue}`, or name another folder with --out"
     ) in new.err
+    assert_as_if_never_stopped(command, words, last + 3)
+
+
+def in_terminal(words: tuple[object, ...], ready: Callable[[], bool]) -> int:
+    """Runs `megatrain WORDS` in a terminal, which is closed when `ready` holds. Returns the status
+    of the process.
+    """
+    ours, theirs = os.openpty()
+    takes_it = "import fcntl, termios\nfcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
+    process = subprocess.Popen(
+        [sys.executable, "-c", takes_it + PROGRAM, *map(str, words)],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm"},
+        start_new_session=True,
+    )
+    try:
+        os.close(theirs)
+        os.set_blocking(ours, False)
+        deadline, shown = time.monotonic() + 60, b""
+        while not ready():
+            with contextlib.suppress(BlockingIOError):
+                shown += os.read(ours, 2**16)  # a full terminal would block the training
+            assert process.poll() is None, shown.decode()
+            assert time.monotonic() < deadline, shown.decode()
+            time.sleep(0.002)
+        os.close(ours)
+        return process.wait(timeout=30)
+    finally:
+        process.kill()
+
+
+@pytest.mark.usefixtures("workplace")
+def test_a_run_whose_terminal_is_closed_saves_and_can_be_resumed(command: Command) -> None:
+    words = (*NEW[:-2], "--save-every", 0)
+    status = in_terminal((*words, "--steps", 10**6, "--out", "run"), lambda: lines("run") >= 5)
+    assert status == 129
+    last = rows("run")[-1]["step"]
+    assert saved("run") == [last]
     assert_as_if_never_stopped(command, words, last + 3)
 
 
