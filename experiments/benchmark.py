@@ -63,16 +63,25 @@ def systems(text: str) -> list[str]:
 
 def _add_plan_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options from which the plan for a model is made."""
+    parser.add_argument(
+        "--hardware",
+        metavar="H",
+        help=(
+            "machine to plan for: a TOML file written by `megatrain calibrate`, or a name in the"
+            " library (default h200)"
+        ),
+    )
     options.add_limits(parser)
     options.add_policy(parser)
     options.add_workload(parser)
 
 
-def _plan_options() -> dict[str, str]:
-    """Returns the options from which the plan for a model is made: dest -> name."""
-    parser = options.OneLineParser(add_help=False)
-    _add_plan_options(parser)
-    return {action.dest: action.option_strings[0] for action in parser._actions}
+def _plan_actions() -> list[argparse.Action]:
+    """Returns the options from which the plan for a model is made."""
+    planning = options.OneLineParser(add_help=False)
+    _add_plan_options(planning)
+    names = {action.dest for action in planning._actions}
+    return [action for action in parser()._actions if action.dest in names]
 
 
 def parser() -> options.OneLineParser:
@@ -88,14 +97,6 @@ def parser() -> options.OneLineParser:
     )
     parser.add_argument(
         "--plan", type=Path, metavar="PLAN", help="time this plan instead of the best for MODEL"
-    )
-    parser.add_argument(
-        "--hardware",
-        metavar="H",
-        help=(
-            "machine to plan for: a TOML file written by `megatrain calibrate`, or a name in the"
-            " library (default h200, or the plan's)"
-        ),
     )
     _add_plan_options(parser)
     parser.set_defaults(documents=False)  # random tokens contain no documents
@@ -147,13 +148,7 @@ def make_plan(args: argparse.Namespace) -> tuple[Plan, HardwareSpec]:
             fix="name a model to plan for, or a plan",
         )
     if args.plan is not None:
-        default = parser().parse_args(["--plan", str(args.plan)])
-        given = [
-            option
-            for key, option in _plan_options().items()
-            if getattr(args, key) != getattr(default, key)
-        ]
-        if given:
+        if given := options.given(_plan_actions(), args):
             raise UserError(
                 "--plan",
                 found=f"{', '.join(given)} as well",
@@ -161,11 +156,7 @@ def make_plan(args: argparse.Namespace) -> tuple[Plan, HardwareSpec]:
                 fix="leave these out, or name a MODEL instead",
             )
         plan = Plan.load(args.plan)
-        hardware = (
-            HardwareSpec.load(args.hardware)
-            if args.hardware
-            else file_arguments.hardware_of(args.plan, plan.hardware)
-        )
+        hardware = file_arguments.hardware_of(args.plan, plan.hardware)
     else:
         name = args.hardware or "h200"
         args.policy = "best" if args.policy == "all" else args.policy

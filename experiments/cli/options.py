@@ -10,7 +10,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
 from megatrain.simulator.base.errors import UserError
@@ -465,6 +465,20 @@ def add_workload(
         action="store_false",
         help="treat each row as one text, whose attention crosses the borders of documents",
     )
+
+
+def given(actions: Iterable[argparse.Action], args: argparse.Namespace) -> list[str]:
+    """Returns the options of `actions` that the user gave: those whose value in `args` is not the
+    default. If several options set one value, the default is that of the first.
+    """
+    actions = list(actions)
+    defaults = {action.dest: action.default for action in reversed(actions)}
+    return [
+        action.option_strings[0]
+        for action in actions
+        if (value := vars(args)[action.dest]) != defaults[action.dest]
+        and action.const in (None, value)
+    ]
 
 
 def add_step_tokens(parser: argparse.ArgumentParser) -> None:

@@ -10,10 +10,12 @@ or with its own option. An option overrides --set, which overrides the file.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import os
 import shlex
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -50,7 +52,7 @@ def _rate(text: str) -> float:
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "training.steps": {"type": options.whole("--steps"), "metavar": "N"},
+    "training.steps": {"type": options.whole("--steps", 0), "metavar": "N"},
     "training.epochs": {"type": options.real("--epochs", 1e-6)},
     "training.seed": {"type": options.whole("--seed", 0, 2**32 - 1)},
     "training.init": {"choices": ("model", "random")},
@@ -243,7 +245,8 @@ def _absolute(path: str) -> str:
 
 
 def config_of(args: argparse.Namespace) -> Config:
-    """Returns the config of `--config` or of the resumed run, changed by `--set` and the options.
+    """Returns the config of the resumed run or the defaults, changed by `--config`, `--set` and the
+    options, in this order.
 
     A new run without a number of steps or epochs has one epoch.
 
@@ -265,12 +268,12 @@ def config_of(args: argparse.Namespace) -> Config:
                 _absolute(item) if isinstance(item, str) and item else item for item in paths
             ]
             overrides[key] = absolute[0] if len(absolute) == 1 else absolute
-    file = args.config or (args.resume and args.resume / "config.toml")
-    counted = {"training.steps", "training.epochs"} & overrides.keys()
-    if file is None and not counted:
+    before = args.resume and args.resume / "config.toml"
+    counted = overrides.get("training.steps") or overrides.get("training.epochs")
+    if not (args.config or before or counted):
         overrides["training.epochs"] = 1.0
     try:
-        config = Config.load(file, overrides)
+        config = Config.load(args.config or before, overrides, base=args.config and before)
     except UserError as error:
         # A value that an option gave is named as the option.
         key = error.where.rpartition(": ")[2]
@@ -356,7 +359,30 @@ def new_run(model: Path) -> Path:
     return next(Path(each) for each in names if not os.path.lexists(each))
 
 
+@contextlib.contextmanager
+def _naming_options(args: argparse.Namespace) -> Iterator[None]:
+    """Makes a UserError about a field of the config name its option, if the field was given so."""
+    try:
+        yield
+    except UserError as error:
+        key = error.where.removeprefix("config: ").replace(": ", ".")
+        if key not in fields() or vars(args).get(key) is None:
+            raise
+        raise UserError(
+            option_of(key), found=error.found, allowed=error.allowed, fix=error.fix
+        ) from None
+
+
 def run(args: argparse.Namespace) -> int:
+    with _naming_options(args):
+        return _checked_run(args)
+
+
+def _checked_run(args: argparse.Namespace) -> int:
+    """Checks the options, and trains."""
+    from megatrain.runtime.training.unused_fields import refuse_unused
+    from megatrain.simulator.schedule.plan import Plan
+
     prepare.refuse_missing_model(args)
     model = prepare.names_model(args)
     plan_file, folder = places(args)
@@ -376,6 +402,8 @@ def run(args: argparse.Namespace) -> int:
             allowed="a run that exports its model",
             fix="leave one of the two out, or pass --set ask=[]",
         )
+    clipping = args.clipping if model else Plan.load(plan_file).workload.clipping
+    refuse_unused(config, clipping, run=args.resume)
     if model:
         prepare.check(args, config)
     with ranks_of(args, None if model else plan_file, config) as ranks:

@@ -77,6 +77,7 @@ def config_of(spec: RunSpec, data: Path) -> Config:
     """Returns the settings of a run that its plan does not contain."""
     shared, steps = spec.settings, spec.settings.steps_of(spec.part)
     fresh = spec.part == "training"
+    export = fresh and spec.variant == "exact"
     return Config(
         training=TrainingSettings(steps=steps, seed=spec.seed, init="random" if fresh else "model"),
         optimizer=AdamW(weight_decay=shared.weight_decay),
@@ -87,9 +88,7 @@ def config_of(spec: RunSpec, data: Path) -> Config:
         ),
         data=data_options(data),
         evaluation=EvaluationSettings(every_steps=max(1, steps // shared.evaluations)),
-        saving=Saving(
-            every_minutes=0.0, export=fresh and spec.variant == "exact", export_dtype="fp32"
-        ),
+        saving=Saving(every_minutes=0.0, export=export, export_dtype="fp32" if export else ""),
     )
 
 

@@ -48,8 +48,8 @@ class AdamW(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         Meta(
             gt=0,
             description=(
-                "gradient norm above which gradients are scaled down; ignored if the plan does not"
-                " clip"
+                "with clipping global, layer or adagc: gradient norm above which gradients are"
+                " scaled down"
             ),
         ),
     ] = 1.0

@@ -228,20 +228,28 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return msgspec.structs.replace(self, training=training)
 
     @classmethod
-    def load(cls, path: Path | None, overrides: Mapping[str, Any] | None = None) -> Config:
+    def load(
+        cls,
+        path: Path | None,
+        overrides: Mapping[str, Any] | None = None,
+        *,
+        base: Path | None = None,
+    ) -> Config:
         """Returns the config in the TOML file at `path`, changed by `overrides`.
 
         Args:
             path: the file, or None to start from the defaults.
             overrides: `SECTION.FIELD` -> the plain value that replaces the value in the file.
+            base: the config file of a run to resume, which has the fields that `path` does not
+                have. None for the defaults.
 
         Raises UserError for an unknown key, a wrong type, or a value out of its range.
         """
         where = "config" if path is None else str(path)
-        data: dict[str, Any] = {}
+        data: dict[str, Any] = {} if base is None else msgspec.to_builtins(cls.load(base))
         if path is not None:
             try:
-                data = tomllib.loads(read_text(path))
+                file = tomllib.loads(read_text(path))
             except (ValueError, RecursionError) as error:
                 raise UserError(
                     where,
@@ -249,24 +257,39 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                     allowed="a TOML file",
                     fix="correct the file",
                 ) from None
+            _change(data, file, where)
+        given: dict[str, dict[str, Any]] = {}
         for key, value in (overrides or {}).items():
             section, _, field = key.partition(".")
-            fields_of_section = data.setdefault(section, {})
-            if not isinstance(fields_of_section, dict):
-                raise UserError(
-                    f"{where}: {section}",
-                    found=repr(fields_of_section),
-                    allowed="a section",
-                    fix=f"write [{section}]",
-                )
-            fields_of_section[field] = value
-        training = data.setdefault("training", {})
-        # A number of steps replaces the file's epochs, and epochs replace its number of steps.
-        for name, other in (("steps", "epochs"), ("epochs", "steps")):
-            given = overrides or {}
-            if f"training.{name}" in given and f"training.{other}" not in given:
-                training.pop(other, None)
+            given.setdefault(section, {})[field] = value
+        _change(data, given, where)
+        data.setdefault("training", {})
         return checked(data, where)
+
+
+def _change(data: dict[str, Any], changes: Mapping[str, Any], where: str) -> None:
+    """Replaces values in `data` by those in `changes`. Both are section -> field -> plain value.
+
+    A number of steps replaces epochs, and epochs replace a number of steps. A section of `changes`
+    that is no dict is taken over, because `checked` refuses it. Raises UserError if it is in `data`
+    and `changes` have fields for it. `where` names the config in the error.
+    """
+    for section, values in changes.items():
+        if not isinstance(values, dict):
+            data[section] = values
+            continue
+        before = data.get(section, {})
+        if not isinstance(before, dict):
+            raise UserError(
+                f"{where}: {section}",
+                found=repr(before),
+                allowed="a section",
+                fix=f"write [{section}]",
+            )
+        data[section] = {**before, **values}
+        for name, other in (("steps", "epochs"), ("epochs", "steps")):
+            if section == "training" and values.get(name) and other not in values:
+                data[section].pop(other, None)
 
 
 def checked(value: object, where: str = "config") -> Config:

@@ -1,11 +1,15 @@
-"""Interruption: lets Ctrl-C and SIGTERM end a run after the current step.
+"""Interruption: lets Ctrl-C, SIGTERM and SIGHUP end a run after the current step.
 
-A second signal ends the run at once.
+A second signal ends the run at once. SIGHUP is never a second one: if a terminal is closed, both
+its shell and the system may send it. What is printed after that is discarded.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
+import stat
 import threading
 from collections.abc import Callable
 from types import FrameType
@@ -13,7 +17,7 @@ from typing import Self
 
 from megatrain.simulator.base.errors import Interrupted
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """The signals that are recorded."""
 
 
@@ -33,8 +37,10 @@ class Interruption:
 
     Test `if interruption:` between steps, save, and raise `interruption.error()`.
 
-    A second signal raises Interrupted in the main thread. If the context is entered in another
-    thread, no signal is recorded, because only the main thread can set signal handlers.
+    A second signal other than SIGHUP raises Interrupted in the main thread. A signal that is
+    ignored when the context is entered, as SIGHUP under `nohup`, stays ignored. If the context is
+    entered in another thread, no signal is recorded, because only the main thread can set signal
+    handlers.
     """
 
     def __init__(self, progress: Callable[[], str]) -> None:
@@ -47,7 +53,11 @@ class Interruption:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._record) for number in SIGNALS}
+            self._before = {
+                number: signal.signal(number, self._record)
+                for number in SIGNALS
+                if signal.getsignal(number) is not signal.SIG_IGN
+            }
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -64,7 +74,8 @@ class Interruption:
         """Returns the exception to raise after the run has been saved. If no signal was recorded,
         another rank has received one.
 
-        It contains the exit status: 130 after Ctrl-C and 143 after SIGTERM.
+        It contains the exit status: 130 after Ctrl-C, 143 after SIGTERM, and 129 after
+        SIGHUP.
         """
         if self._signal is None:
             return self._error(signal.SIGTERM, "a signal to another rank ended the training")
@@ -74,10 +85,24 @@ class Interruption:
         return InterruptedTraining(number, f"{what} {self._progress()}")
 
     def _record(self, number: int, _: FrameType | None) -> None:
-        if self._signal is not None:
+        if number == signal.SIGHUP:
+            leave_closed_terminal()
+        elif self._signal is not None:
             what = f"a second signal, {_name(number)}, ended the training at once,"
             raise self._error(number, what)
-        self._signal = number
+        self._signal = self._signal or number
+
+
+def leave_closed_terminal() -> None:
+    """Opens standard output and standard error on `/dev/null` if they are a terminal that was
+    closed, because writing to it raises OSError.
+    """
+    for number in (1, 2):
+        with contextlib.suppress(OSError):  # this stream is not open
+            if stat.S_ISCHR(os.fstat(number).st_mode) and not os.isatty(number):
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, number)
+                os.close(null)
 
 
 def _name(number: int) -> str:

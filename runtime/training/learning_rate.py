@@ -11,6 +11,9 @@ steps, T the number of all steps, d the number of decay steps, and f the floor:
 
 `wsd` means warm-up, stable, decay (Hu et al., arXiv 2404.06395).
 
+The decay would reach the floor in step T + 1. In the last step, p is 1 - 1 / (T - w), or 1 - 1 / d
+for `wsd`.
+
 After the warm-up, the factors equal those of transformers' `get_scheduler` for the same step:
 `linear`, `cosine`, `cosine_with_min_lr`, and `warmup_stable_decay` with a linear decay. During the
 warm-up, the factor in transformers is (n - 1) / w, so its first step changes nothing.
@@ -73,7 +76,10 @@ class LearningRate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Meta(
             ge=0,
             le=1,
-            description="final learning rate of linear, cosine and wsd, as a fraction of the peak",
+            description=(
+                "learning rate to which linear, cosine and wsd decay, as a fraction of the peak;"
+                " the last step is one step short of it"
+            ),
         ),
     ] = 0.0
 

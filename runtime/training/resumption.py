@@ -57,20 +57,24 @@ def settings_of(config: Config, data: BatchSource | None) -> dict[str, Any]:
     return settings
 
 
-def refuse_done_steps(done: list[int], start: Literal["newest"] | int | None, steps: int) -> None:
+def refuse_done_steps(
+    done: list[int], start: Literal["newest"] | int | None, steps: int, epochs: float = 0.0
+) -> None:
     """Raises UserError if the checkpoint to continue from is after the last step.
 
     Args:
         done: the steps of the run's checkpoints, in ascending order.
         start: the checkpoint to continue from, or None for a run that begins at step 1.
         steps: the last step of the training, or 0 if it is not known yet.
+        epochs: the epochs that these steps are, or 0 if the config has a number of steps.
     """
     least = done[-1] if done and start == "newest" else start
     if done and steps and isinstance(least, int) and least > steps:
         raise UserError(
-            "training: steps",
-            found=steps,
-            allowed=f">= {least}, since that many steps are done already",
+            f"training: {'epochs' if epochs else 'steps'}",
+            found=f"{epochs:g}, which is {steps} steps" if epochs else steps,
+            allowed=f"{'steps ' if epochs else ''}>= {least}, since that many steps are done"
+            " already",
             fix=f"train to a step after {least}",
         )
 

@@ -79,6 +79,7 @@ from megatrain.runtime.training.stopped_run import (
 )
 from megatrain.runtime.training.trackers import trackers
 from megatrain.runtime.training.training_run import TrainingRun
+from megatrain.runtime.training.unused_fields import refuse_unused
 from megatrain.runtime.warm_up import WARM_UP_STEPS
 from megatrain.simulator.base.errors import RunError, UserError
 from megatrain.simulator.hardware.machine import is_calibrated
@@ -267,6 +268,12 @@ class Trainer(TrainingRun):
         lock = RunLock(Path(out)) if isinstance(out, Path | str) else out
         self._lock = lock if self._leads else None
         self.out = place = None if lock is None else lock.folder
+        refuse_unused(
+            self.config,
+            self.plan.workload.clipping,
+            run=None if resume is None else place,
+            evaluates=evaluation_data is not None,
+        )
         logging, self._notes = trackers(self.config.logging, place) if self._leads else ([], [])
         saving = self.config.saving
         if place is None and (saving.every_steps or resume is not None):
@@ -378,8 +385,9 @@ class Trainer(TrainingRun):
         The run folder is locked while this method runs, so a second run in it is refused. With
         `deterministic` in the config, the process stays in deterministic mode afterwards.
 
-        After the first SIGINT or SIGTERM, the current step is completed, a checkpoint is saved and
-        Interrupted is raised. After the second signal, Interrupted is raised at once.
+        After the first SIGINT, SIGTERM or SIGHUP, the current step is completed, a checkpoint is
+        saved and Interrupted is raised. After a second signal other than SIGHUP, it is raised at
+        once.
 
         All memory is released when the method returns or raises.
 
@@ -466,7 +474,7 @@ class Trainer(TrainingRun):
                 f" {longest:,}"
             )
         data, held_out = self._open_data()
-        self._refuse_steps_that_are_done()
+        self._refuse_steps_that_are_done(training.epochs)
         self._refuse_another_run(self._settings, known=True)
         if note := not_trained(self.folder, self.exported_config):
             self._notes.append(note)
@@ -535,11 +543,13 @@ class Trainer(TrainingRun):
                 fix="leave --from-scratch out" if done else "train again with another --out",
             )
 
-    def _refuse_steps_that_are_done(self) -> None:
-        """Raises UserError if the checkpoint to continue from is after the last step."""
+    def _refuse_steps_that_are_done(self, epochs: float = 0.0) -> None:
+        """Raises UserError if the checkpoint to continue from is after the last step. If the config
+        had `epochs`, they are named instead of their steps.
+        """
         start = self._start
         done = self._checkpoints.steps() if self._checkpoints and start is not None else []
-        refuse_done_steps(done, start, self.config.training.steps)
+        refuse_done_steps(done, start, self.config.training.steps, epochs)
 
     def _refuse_another_run(self, settings: Mapping[str, Any], *, known: bool) -> None:
         """Raises UserError if the run to resume was started with other settings.

@@ -1,8 +1,8 @@
 """Agreement: compares two calibrations of one machine.
 
 Each number in a calibration is a median or a mean. Its spread is the interquartile range of its
-repetitions divided by their median. Two numbers agree if their relative difference is at most the
-sum of both spreads plus 2 %.
+repetitions divided by their median. Two numbers agree if the second differs from the first by at
+most the sum of both spreads plus 2 %, as a share of the first.
 
 A part of the machine (host, link or device) is noisy if more than 10 % of its numbers disagree. Its
 speed then changed between the two calibrations by more than during either of them. Each part is
@@ -64,7 +64,7 @@ class RateDifference(NamedTuple):
     second: float
     """The value in the second calibration."""
     allowed: float
-    """The largest relative difference that counts as agreement."""
+    """The largest change, without its sign, that counts as agreement."""
 
     @property
     def change(self) -> float:
@@ -101,7 +101,7 @@ def agreement(first: HardwareSpec, second: HardwareSpec) -> Agreement:
     for name in shared:
         (one, one_spread), (two, two_spread) = numbers[name], others[name]
         allowed = one_spread + two_spread + _RESOLUTION
-        if abs(one - two) > allowed * min(one, two):
+        if abs(one - two) > allowed * one:
             differences.append(RateDifference(name, one, two, allowed))
     compared, differing = (
         Counter(map(_part, shared)),

@@ -97,7 +97,8 @@ class HardwareSpec(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True)
     in the library without such a name is never recognised."""
     unified: bool = False
     """True if CPU and GPU share one memory, so that nothing is copied. A GPU with its own memory is
-    not unified, however fast the link is (GH200, GB200)."""
+    not unified, however fast the link is (GH200, GB200). The rates of the link are not used on a
+    unified machine."""
     peak_tflops: dict[str, float]
     """Peak of dense matrix products with fp32 accumulation, in 10^12 FLOP/s by dtype (`bf16`,
     `fp32`, `fp8`). A machine without `fp8` has no fp8 matrix products."""

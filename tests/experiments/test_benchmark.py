@@ -287,6 +287,10 @@ def test_the_processes_find_the_machine_of_a_plan(
             ["--plan", "plan.toml", "--state", "master24", "--gradients", "8bit"],
             "--plan: found --state, --gradients as well",
         ),
+        (
+            ["--plan", "plan.toml", "--hardware", "rtx4090"],
+            "--plan: found --hardware as well; allowed: the plan's own settings",
+        ),
         (["--plan", "none.toml"], "none.toml: found no such file"),
         (
             ["tiny", "--systems", "ours,zero4"],

@@ -97,7 +97,7 @@ def test_a_killed_run_leaves_no_lock(driver: Any, workplace: Path, leftovers: An
 
 
 @pytest.mark.parametrize(
-    "words", [("--steps", 0), ("--model", "nowhere"), ("--set", "data.columns=prompt")]
+    "words", [("--steps", -1), ("--model", "nowhere"), ("--set", "data.columns=prompt")]
 )
 def test_a_run_that_is_refused_leaves_no_folder(
     driver: Any, workplace: Path, words: tuple[object, ...]

@@ -378,7 +378,7 @@ def test_faster_host_memory_is_no_slower() -> None:
 
 
 def test_a_plan_that_needs_less_host_memory_is_found_with_less() -> None:
-    """Regression test: the plan for 97 GiB needs 94.8 GiB, and with 96 GiB the step was 11 % slower.
+    """Regression test: the plan for 97 GiB needs 94.8 GiB, but with 96 GiB, a slower one was found.
 
     No candidate with the usual slots fits in 96 GiB. With a little more, one does, and a climb from
     it ends at a plan with more state on the device.

@@ -41,6 +41,8 @@ from megatrain.simulator.schedule.timeline import Timeline
 LEAST_GAIN = 0.03
 """The least saving of a switch, as a share of the remaining time. The time of the switch itself is
 subtracted from the saving."""
+MEASURED_STEPS = WARM_UP_STEPS + COMPARED_STEPS
+"""The number of steps before planning again."""
 _PROBE_BYTES = 64 * 2**20
 """The largest number of bytes that is written to measure the rate of the disk."""
 _KINDS_NAMED = 2
@@ -60,12 +62,16 @@ class Proposal(NamedTuple):
     """The plan, and its prediction."""
     hardware: HardwareSpec
     """The machine, with corrections from the measured steps."""
-    seconds: float
-    """The predicted step time under the plan: the measured step time, times the ratio of the
-    predictions for this plan and for the present one."""
+    present_seconds: float
+    """The predicted step time under the present plan, on this machine."""
     largest: str
     """The kinds of operations that explain most of the difference between measurement and
     prediction, as text in parentheses."""
+
+    @property
+    def ratio(self) -> float:
+        """The predicted step time under the plan, divided by that under the present plan."""
+        return self.choice.step_seconds / self.present_seconds
 
 
 class Adaptation(Callback):
@@ -102,6 +108,12 @@ class Adaptation(Callback):
         self._folder = trainer.out
         for mark in list((self._folder / PLANS).glob(f"*/{_NOT_ENTERED}")):
             shutil.rmtree(mark.parent, ignore_errors=True)  # the run ended before the switch
+        left = trainer.config.training.steps - trainer.first_step + 1
+        if 0 < left < MEASURED_STEPS:
+            trainer.note(
+                f"the plan stays: {left} step{'s are' if left > 1 else ' is'} left, and planning"
+                f" again needs {MEASURED_STEPS}"
+            )
         if self._began is not None:
             self._opening_seconds = time.monotonic() - self._began
 
@@ -158,23 +170,29 @@ class Adaptation(Callback):
         """
         begin = time.monotonic()
         proposal = propose(trainer, measured)
+        # The prediction may be wrong by the same factor under both plans.
+        expected = measured * proposal.ratio
         plan, place = proposal.choice.plan, self._folder / PLANS / proposal.choice.plan.digest
         text = (
             f"measured {format_seconds(measured)} a step{proposal.largest}; planned again in"
             f" {format_seconds(time.monotonic() - begin)}: "
         )
         same = plan.digest == trainer.plan.digest
-        if same or not proposal.choice.feasible or proposal.seconds >= measured:
+        if same or not proposal.choice.feasible or proposal.ratio >= 1:
             trainer.note(f"{text}the plan stays, since no faster one was found")
             return
         change = described_change(trainer.plan, plan)
-        text += f"{change}; predicted {_gain(measured, proposal.seconds)}"
+        # The plan has this prediction, with which later steps are compared.
+        text += (
+            f"{change}; predicted {format_seconds(proposal.choice.step_seconds)} a step instead of"
+            f" {format_seconds(proposal.present_seconds)}, {100 * (1 - proposal.ratio):.1f} % less"
+        )
         cost = 0.0
-        if _share_saved(measured, proposal.seconds, left, cost) > LEAST_GAIN:
+        if _share_saved(measured, expected, left, cost) > LEAST_GAIN:
             cost = self._switching_seconds(trainer)
             text += f"; switching takes about {format_seconds(cost)}"
         text += f"; {left:,} step{'s are' if left != 1 else ' is'} left: "
-        if _share_saved(measured, proposal.seconds, left, cost) <= LEAST_GAIN:
+        if _share_saved(measured, expected, left, cost) <= LEAST_GAIN:
             least = f"{100 * LEAST_GAIN:.0f} % of the time left"
             trainer.note(f"{text}the plan stays, since a switch would save less than {least}")
         elif place.exists():
@@ -247,8 +265,8 @@ def propose(trainer: TrainingRun, measured: float) -> Proposal:
             host_limit=plan.host_limit_bytes,
         )[0]
         now = assess(plan, cost_model(hardware, plan.model, plan.workload))
-    seconds = measured * best.step_seconds / now.step_seconds
-    return Proposal(best, hardware, seconds, largest(predicted, factors, schedule, measured))
+    named = largest(predicted, factors, schedule, measured)
+    return Proposal(best, hardware, now.step_seconds, named)
 
 
 def largest(
@@ -292,13 +310,6 @@ def described_change(before: Plan, after: Plan) -> str:
         old, new = (getattr(plan.knobs.placement, name) or "none" for plan in (before, after))
         pairs.append((name, old, new))
     return ", ".join(f"{name} {old} -> {new}" for name, old, new in pairs if old != new)
-
-
-def _gain(before: float, after: float) -> str:
-    """Returns the step time `after` and the saving, such as `0.90 s a step, 25.0 % less`. Both
-    arguments are in seconds.
-    """
-    return f"{format_seconds(after)} a step, {100 * (1 - after / before):.1f} % less"
 
 
 def _share_saved(now: float, other: float, left: int, cost: float) -> float:

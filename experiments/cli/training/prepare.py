@@ -70,12 +70,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
     added = parser._actions[first:]
     for action in added:
         action.help = _CHOSEN.get(action.option_strings[0], action.help)
-    # Reversed, because the first action of each dest has its default.
-    parser.set_defaults(
-        plan_options={
-            action.dest: (action.option_strings[0], action.default) for action in reversed(added)
-        }
-    )
+    parser.set_defaults(plan_actions=added)
 
 
 def names_model(args: argparse.Namespace) -> bool:
@@ -99,12 +94,7 @@ def names_model(args: argparse.Namespace) -> bool:
             allowed="a plan's file, or nothing for the plan of the run",
             fix="leave it out",
         )
-    given = [
-        option
-        for dest, (option, default) in args.plan_options.items()
-        if vars(args)[dest] != default
-    ]
-    if given and not model:
+    if not model and (given := options.given(args.plan_actions, args)):
         raise UserError(
             f"train: {given[0]}",
             found="a plan, which has this already" if first else "--resume, which has a plan",
@@ -193,20 +183,40 @@ def _refuse_workload(args: argparse.Namespace, model: ModelSpec) -> None:
     from megatrain.simulator import policies
     from megatrain.simulator.model import optimizer
 
-    complete = options.replaced(
-        args,
-        batch=args.batch or 1,
-        seq=args.seq or 1,
-        accumulation=args.accumulation or 1,
-        dtype=args.dtype or "bf16",
-        state=EXACT if args.state == ANY else args.state,
-    )
-    options.workload(complete, model, quiet=True)
+    _workload(args, model, args.dtype or "bf16")
     if args.seq and args.tokens_per_step:
         _refuse_broken_step(args, args.tokens_per_step)
     optimizer.find(args.optimizer)
     if args.policy not in ("best", "all"):
         policies.find(args.policy)
+
+
+def _workload(args: argparse.Namespace, model: ModelSpec, dtype: str) -> Workload:
+    """Returns the workload of the options, with `dtype` and the smallest size that they allow.
+
+    Raises UserError if the options contradict each other.
+    """
+    complete = options.replaced(
+        args,
+        batch=args.batch or 1,
+        seq=args.seq or 1,
+        accumulation=args.accumulation or 1,
+        dtype=dtype,
+        state=EXACT if args.state == ANY else args.state,
+    )
+    return options.workload(complete, model, quiet=True)
+
+
+def _refuse_kernel(args: argparse.Namespace, model: ModelSpec, device: torch.device) -> None:
+    """Raises UserError if `device` cannot run the kernel of `--attention`."""
+    from megatrain.runtime.layers.attention import kernel_of
+
+    try:
+        kernel_of(model, _workload(args, model, args.dtype or _dtype(args, device)), device)
+    except UserError as error:
+        raise UserError(
+            "--attention", found=error.found, allowed=error.allowed, fix=error.fix
+        ) from None
 
 
 def _refuse_broken_step(args: argparse.Namespace, tokens: int) -> None:
@@ -256,6 +266,8 @@ def plan_file(args: argparse.Namespace, config: Config) -> Iterator[Path]:
     if config.training.init == "model":
         with folder_weights(model_folder(weights)):  # reports a damaged file before calibrating
             pass
+    if args.attention:  # refused here, before the data is read and the machine is measured
+        _refuse_kernel(asked, model, device)
     documents = _documents(weights, config, model)
     # The choices from the data and the calibration do not depend on the state format.
     asked.state = EXACT if args.state == ANY else args.state

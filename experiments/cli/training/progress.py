@@ -20,6 +20,7 @@ from rich.text import Text
 from megatrain.experiments.cli.training.allocation_bar import allocation_bar
 from megatrain.experiments.cli.verdict.layout import fitted
 from megatrain.runtime.training.callback import Callback, EvaluationResult, Step
+from megatrain.runtime.training.interruption import leave_closed_terminal
 from megatrain.runtime.training.progress import TimeLeft, exact, format_duration, phrases
 from megatrain.simulator.base.units import format_bytes
 
@@ -117,18 +118,21 @@ class ProgressBars(Callback):
 
     def _begin(self) -> None:
         """Removes the bar for memory, prints the notes, and shows the other bars."""
-        self._allocation.close()
+        with _terminal_may_be_closed():
+            self._allocation.close()
         for note in self._notes:
             self._print(note)
         self._notes.clear()
-        self._bars.start()
+        with _terminal_may_be_closed():
+            self._bars.start()
 
     def _print(self, text: str) -> None:
         encoding = self._bars.console.encoding
         # A note may quote data in characters that the terminal cannot show.
         text = text.encode(encoding, "backslashreplace").decode(encoding)
         text = fitted(text, self._bars.console.width)
-        self._bars.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        with _terminal_may_be_closed():
+            self._bars.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def on_step(self, trainer: TrainingRun, step: Step) -> None:
         """Updates the training bar, and prints the checksum of weights if there is one."""
@@ -160,9 +164,22 @@ class ProgressBars(Callback):
 
     def close(self) -> None:
         """Stops drawing. The bars stay on the terminal as they are."""
-        self._allocation.close()
+        with _terminal_may_be_closed():
+            self._allocation.close()
         if self._bars.live.is_started:
-            self._bars.stop()
+            with _terminal_may_be_closed():
+                self._bars.stop()
+
+
+@contextmanager
+def _terminal_may_be_closed() -> Iterator[None]:
+    """Discards what the block and the rest of the process print, if their terminal was closed. The
+    training goes on.
+    """
+    try:
+        yield
+    except OSError:
+        leave_closed_terminal()
 
 
 @contextmanager

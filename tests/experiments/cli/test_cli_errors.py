@@ -200,7 +200,7 @@ MISTAKES = {
     ),
     "zero cores": Mistake((*CHECK, "--cores", "0"), "'0'", ">= 1", "--cores 1"),
     "steps that are no number": Mistake(
-        (*TRAIN, "--steps", "1e3"), "'1e3'", "a whole number >= 1", "--steps 1"
+        (*TRAIN, "--steps", "1e3"), "'1e3'", "a whole number >= 0", "--steps 1"
     ),
     "rate that is no number": Mistake((*TRAIN, "--lr", "nan"), "'nan'", ">= 0", "--lr 1e-5"),
     "negative rate": Mistake((*TRAIN, "--lr", "-1"), "'-1'", ">= 0", "--lr 1e-5"),

@@ -27,6 +27,7 @@ from megatrain.experiments.run_report.step_record import read_record
 from megatrain.runtime.files.exported_models import newest_model
 from megatrain.simulator import policies
 from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.units import format_seconds
 from megatrain.simulator.compare.corrections import corrections, durations
 from megatrain.simulator.costs import cost_model
 from megatrain.simulator.costs.scaled import ScaledCosts
@@ -83,6 +84,8 @@ def test_a_training_with_a_switch_has_the_bits_of_one_without(command: Callable[
     assert other.digest != first.digest
     assert schedules("run") == [first.digest] * 5 + [other.digest] * 4
     (line,) = [line for line in out.splitlines() if line.endswith(" switches to this plan")]
+    assert other.prediction is not None
+    assert f"; predicted {format_seconds(other.prediction.step_seconds)} a step instead of" in line
     assert line.startswith("measured ")
     assert f"policy double_buffer -> {other.policy}" in line
     assert "switching takes about" in line
@@ -179,8 +182,8 @@ def run(
         return msgspec.structs.replace(plan, digest=policies.lower(plan).digest)
 
     made, other = Run(tmp_path, digested("double_buffer")), digested("overlapped")
-    choice = SimpleNamespace(plan=other, feasible=True)
-    proposal = Proposal(choice, HardwareSpec.load("h200"), 1.0, "")  # type: ignore[arg-type]
+    choice = SimpleNamespace(plan=other, feasible=True, step_seconds=0.8)
+    proposal = Proposal(choice, HardwareSpec.load("h200"), 1.6, "")  # type: ignore[arg-type]
     monkeypatch.setattr(adaptation, "propose", lambda *_: proposal)
     monkeypatch.setattr(adaptation, "checkpoint_bytes", lambda _: 500)
     monkeypatch.setattr(adaptation, "write_rate", lambda *_: 1000.0)
@@ -205,7 +208,7 @@ def test_a_plan_that_is_slower_is_undone_once(
     adapting.on_start(run)  # type: ignore[arg-type]
     run.steps(adapting, 2.0)
     assert (
-        "predicted 1.000 s a step, 50.0 % less; switching takes about 1.000 s; 995"
+        "predicted 800.000 ms a step instead of 1.600 s, 50.0 % less; switching takes about 1.000 s"
         in (run.notes[0])
     )
     assert run.notes[1] == "the training continues under the other plan; switching took 2.000 s"
@@ -279,12 +282,29 @@ def test_a_plan_whose_memory_was_allocated_counts_as_tried(run: Run) -> None:
     assert run.switched[0].is_file()
 
 
-def test_a_plan_that_is_predicted_slower_is_not_described_as_a_gain(run: Run) -> None:
+def test_a_plan_that_is_predicted_slower_is_not_described_as_a_gain(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     adapting = Adaptation()
     adapting.on_start(run)  # type: ignore[arg-type]
-    run.steps(adapting, 0.9)  # the proposal takes a second
+    proposal = adaptation.propose(run, 0.9)._replace(present_seconds=0.7)  # type: ignore[arg-type]
+    monkeypatch.setattr(adaptation, "propose", lambda *_: proposal)
+    run.steps(adapting, 0.9)
     (note,) = run.notes
     assert note.endswith(": the plan stays, since no faster one was found")
+
+
+@pytest.mark.parametrize(
+    ("left", "said"), [(4, ["4 steps are"]), (1, ["1 step is"]), (5, []), (0, [])]
+)
+def test_a_training_that_is_too_short_to_plan_again_says_so(
+    run: Run, left: int, said: list[str]
+) -> None:
+    run.first_step = run.config.training.steps - left + 1
+    Adaptation().on_start(run)  # type: ignore[arg-type]
+    assert run.notes == [
+        f"the plan stays: {what} left, and planning again needs 5" for what in said
+    ]
 
 
 def test_a_training_without_a_run_folder_is_refused(run: Run) -> None:

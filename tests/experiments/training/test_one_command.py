@@ -235,6 +235,10 @@ def test_a_model_that_does_not_fit_gives_a_verdict_and_an_exit_status(command: A
             "train: --seq: found a plan, which has this already; allowed: `train MODEL`",
         ),
         (
+            ("train", "plan.toml", "--data", "corpus", "--out", "run", "--plain-packing"),
+            "train: --plain-packing: found a plan, which has this already; allowed: `train MODEL`",
+        ),
+        (
             (*TRAIN, "--batch", 1, "--accumulation", 1, "--tokens-per-step", 64),
             "--tokens-per-step: found --batch and --accumulation as well; allowed: at most two",
         ),
@@ -298,6 +302,7 @@ def test_mistakes_give_one_line_errors_before_anything_is_measured(
     [
         ("tiny/model.safetensors", (), "tiny/model.safetensors: found "),
         ("chat.jsonl", (), "chat.jsonl: found no row"),
+        ("", ("--attention", "cudnn"), "--attention: found cudnn on cpu; allowed: a kernel that"),
         ("", ("--tokens-per-step", 7), "found 7; allowed: whole sequences of 64 tokens; fix: use"),
         ("", ("--tokens-per-step", "1M"), "100 rows of 64 tokens; allowed: at least the 15,625 "),
     ],

@@ -5,9 +5,11 @@ The resumed run is bit for bit the same as a run without an interruption.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -24,6 +26,7 @@ from megatrain.runtime.checkpoint.checkpoint import CheckpointError
 from megatrain.runtime.checkpoint.folder import Checkpoints
 from megatrain.runtime.data.tokens.tokenize import tokenizer_files
 from megatrain.runtime.files.exported_models import newest_model
+from megatrain.runtime.training.config import Config
 from megatrain.simulator.base.files import read_json
 from megatrain.simulator.schedule.plan import Plan
 
@@ -198,7 +201,7 @@ def test_another_run_s_settings_are_refused_by_name(command: Command, files_in: 
         (
             ("--steps", 3),
             (
-                "training: steps: found 3; allowed: >= 4, since that many steps are done"
+                "megatrain: --steps: found 3; allowed: >= 4, since that many steps are done"
                 " already; fix: train to a step after 4"
             ),
         ),
@@ -230,7 +233,7 @@ def test_changed_settings_are_refused_before_torch_is_loaded(command: Command) -
     )
     shutil.rmtree("corpus")
     for words, message in (
-        (("--steps", "1"), "training: steps: found 1"),
+        (("--steps", "1"), "--steps: found 1"),
         (("--lr", "1e-3"), "schedule.rate 0.003 in the checkpoint and 0.001"),
         (("--seed", "1"), "training.seed 0 in the checkpoint and 1"),
         (("--init", "random"), "training.init model in the checkpoint and random in this run"),
@@ -489,6 +492,62 @@ class Process:
             self.process.kill()
 
 
+@pytest.mark.usefixtures("workplace")
+def test_a_config_file_changes_only_its_fields_of_a_resumed_run(command: Command) -> None:
+    good(command(*NEW, "--steps", 4, "--out", "run"))
+    Path("more.toml").write_text("[training]\nsteps = 6\n[saving]\nkeep_last = 1\n")
+    good(command("train", "--resume", "run", "--config", "more.toml", "--device", "cpu"))
+    assert saved("run") == [6]
+    before = Config.load(Path("run/config.toml"))
+    Path("epochs.toml").write_text("[training]\nepochs = 0.1\n")
+    words = ("train", "--resume", "run", "--config", "epochs.toml", "--device", "cpu")
+    outcome = command(*words)
+    assert re.match(
+        r"megatrain: training: epochs: found 0\.1, which is \d steps; allowed: steps >= 6, since",
+        outcome.err,
+    )
+    outcome = command("train", "--resume", "run", "--epochs", "0.1", "--device", "cpu")
+    assert outcome.err.startswith("megatrain: --epochs: found 0.1, which is ")
+    good(command(*words, "--steps", 7))
+    after = Config.load(Path("run/config.toml"))
+    assert after == before.with_steps(7)
+
+
+@pytest.mark.usefixtures("workplace")
+def test_options_without_effect_are_refused_unless_the_run_has_them(command: Command) -> None:
+    words = ("train", "plan.toml", "--data", "corpus", "--device", "cpu", "--steps", 2)
+    for more, message in (
+        (
+            ("--evaluate-every", 2),
+            "--evaluate-every: found 2, without evaluation data; allowed: only with evaluation"
+            " data, because it has no effect without; fix: keep a part of the data with"
+            " evaluation_fraction, or name evaluation_data, or leave it out",
+        ),
+        (
+            ("--set", "evaluate_over=1"),
+            "config: evaluation.over_steps: found 1, without evaluation",
+        ),
+        (("--adagc-decay", 0.5), "--adagc-decay: found 0.5, without clipping by adagc"),
+        (("--run-name", "mine"), "--run-name: found mine, without a tracker"),
+        (("--decay-steps", 1), "--decay-steps: found 1, without the schedule wsd"),
+        (("--export-dtype", "fp32", "--no-export"), "--export-dtype: found fp32, without an exp"),
+    ):
+        outcome = command(*words, *more, "--out", "run")
+        assert (outcome.status, outcome.out) == (2, "")
+        assert outcome.err.startswith(f"megatrain: {message}")
+    assert not Path("run").exists()
+    model = ("train", "tiny", "--data", "corpus", "--hardware", "h200", "--out", "run")
+    outcome = command(*model, "--adagc-factor", 2)
+    assert outcome.err.startswith("megatrain: --adagc-factor: found 2.0, without clipping by adagc")
+    good(command(*words, "--save-every", 1, "--out", "run"))
+    file = Path("run/config.toml")
+    file.write_text(file.read_text().replace("over_steps = 0", "over_steps = 1"))
+    good(command("train", "--resume", "run", "--steps", 3, "--device", "cpu"))
+    assert Config.load(file).evaluation.over_steps == 1
+    outcome = command("train", "--resume", "run", "--evaluate-every", 1, "--device", "cpu")
+    assert outcome.err.startswith("megatrain: --evaluate-every: found 1, without evaluation data")
+
+
 def lines(run: str) -> int:
     path = Path(run) / "metrics.jsonl"
     return path.read_text().count("\n") if path.exists() else 0
@@ -525,6 +584,46 @@ def test_a_run_saves_on_a_signal_and_can_be_resumed(command: Command) -> None:
         f"run: found a run that ended after step {last}; allowed: a new or empty folder; fix:"
         f" continue it with `{command_to_continue}`, or name another folder with --out"
     ) in new.err
+    assert_as_if_never_stopped(command, words, last + 3)
+
+
+def in_terminal(words: tuple[object, ...], ready: Callable[[], bool]) -> int:
+    """Runs `megatrain WORDS` in a terminal, which is closed when `ready` holds. Returns the status
+    of the process.
+    """
+    ours, theirs = os.openpty()
+    takes_it = "import fcntl, termios\nfcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
+    process = subprocess.Popen(
+        [sys.executable, "-c", takes_it + PROGRAM, *map(str, words)],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm"},
+        start_new_session=True,
+    )
+    try:
+        os.close(theirs)
+        os.set_blocking(ours, False)
+        deadline, shown = time.monotonic() + 60, b""
+        while not ready():
+            with contextlib.suppress(BlockingIOError):
+                shown += os.read(ours, 2**16)  # a full terminal would block the training
+            assert process.poll() is None, shown.decode()
+            assert time.monotonic() < deadline, shown.decode()
+            time.sleep(0.002)
+        os.close(ours)
+        return process.wait(timeout=30)
+    finally:
+        process.kill()
+
+
+@pytest.mark.usefixtures("workplace")
+def test_a_run_whose_terminal_is_closed_saves_and_can_be_resumed(command: Command) -> None:
+    words = (*NEW[:-2], "--save-every", 0)
+    status = in_terminal((*words, "--steps", 10**6, "--out", "run"), lambda: lines("run") >= 5)
+    assert status == 129
+    last = rows("run")[-1]["step"]
+    assert saved("run") == [last]
     assert_as_if_never_stopped(command, words, last + 3)
 
 

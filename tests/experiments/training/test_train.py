@@ -232,7 +232,7 @@ def test_a_run_s_config_makes_the_same_run(command: Any) -> None:
         (
             ("--logging.tensorboard",),
             (
-                r"logging: tensorboard: found no package tensorboard; allowed: an installed"
+                r"--tensorboard: found no package tensorboard; allowed: an installed"
                 r" package; fix: pip install tensorboard, or leave --tensorboard out\n"
             ),
         ),
@@ -429,9 +429,7 @@ def test_documents_are_kept_apart_unless_plain_packing_is_given(
     assert (
         refused.err == ""
         if documents
-        else (
-            "data: packing: found documents; allowed: plain, since the plan attends over whole rows"
-        )
+        else ("--packing: found documents; allowed: plain, since the plan attends over whole rows")
         in refused.err
     )
 
@@ -536,6 +534,24 @@ def test_earlier_names_and_names_of_fields_are_accepted(
     given = cli.parse(["train", "tiny", "--out", "run", option, str(value)])
     assert vars(given)[key] == value
     assert vars(cli.parse(["train", "t", train.option_of(key), str(value)]))[key] == value
+
+
+@pytest.mark.parametrize(
+    ("words", "steps", "epochs"),
+    [
+        (["--steps", "0"], 0, 1.0),
+        (["--steps", "0", "--epochs", "2"], 0, 2.0),
+        (["--config", "two.toml", "--steps", "0"], 0, 2.0),
+        (["--config", "two.toml", "--steps", "5"], 5, 0.0),
+    ],
+)
+def test_no_steps_are_as_many_as_the_epochs_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], steps: int, epochs: float
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("two.toml").write_text("[training]\nepochs = 2\n")
+    training = train.config_of(cli.parse(["train", "plan.toml", "--data", "x", *words])).training
+    assert (training.steps, training.epochs) == (steps, epochs)
 
 
 @pytest.mark.parametrize(

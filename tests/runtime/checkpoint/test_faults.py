@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from megatrain.runtime.checkpoint.checkpoint import verify
-from megatrain.runtime.training.interruption import Interruption
+from megatrain.runtime.training.interruption import SIGNALS, Interruption
 from megatrain.simulator.base.errors import Interrupted
 
 STEPS, EVERY = 12, 3
@@ -185,7 +185,9 @@ def test_twenty_kills(driver: Driver, undisturbed: dict[str, str], tmp_path: Pat
     assert died["writing"] >= 2, died
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
 def test_a_signal_ends_the_step_and_saves(
     driver: Driver, undisturbed: dict[str, str], tmp_path: Path, number: signal.Signals, status: int
 ) -> None:
@@ -215,7 +217,7 @@ def test_a_second_signal_ends_the_save(driver: Driver, tmp_path: Path) -> None:
 
 
 def test_handlers_are_put_back() -> None:
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    before = [signal.getsignal(number) for number in SIGNALS]
     with Interruption(lambda: "after step 3; saved") as interruption:
         assert not interruption
         assert str(interruption.error()) == (
@@ -233,4 +235,47 @@ def test_handlers_are_put_back() -> None:
         assert str(second.value) == (
             "a second signal, SIGINT, ended the training at once, after step 3; saved"
         )
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+def test_a_signal_that_is_ignored_stays_ignored() -> None:
+    """So a run under nohup goes on after its terminal is closed."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interruption(lambda: "") as interruption:
+            signal.raise_signal(signal.SIGHUP)
+            assert not interruption
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("first", [signal.SIGHUP, signal.SIGTERM])
+def test_a_hangup_is_no_second_signal(first: signal.Signals) -> None:
+    """The shell and the system may both send one when a terminal is closed."""
+    with Interruption(lambda: "") as interruption:
+        for number in (first, signal.SIGHUP):
+            signal.raise_signal(number)
+        assert interruption.error().status == 128 + first
+        with pytest.raises(Interrupted):
+            signal.raise_signal(signal.SIGTERM)
+
+
+def test_after_a_hangup_a_closed_terminal_is_not_written_to() -> None:
+    """An open terminal stays as it is."""
+    kept, (ours, theirs) = os.dup(1), os.openpty()
+    try:
+        os.dup2(theirs, 1)
+        os.close(theirs)
+        with Interruption(lambda: ""):
+            signal.raise_signal(signal.SIGHUP)
+            assert os.isatty(1)
+            os.close(ours)
+            with pytest.raises(OSError, match="Input/output error"):
+                os.write(1, b"lost")
+            signal.raise_signal(signal.SIGHUP)
+        assert os.write(1, b"discarded") == 9
+        assert os.path.samestat(os.fstat(1), os.stat(os.devnull))
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)

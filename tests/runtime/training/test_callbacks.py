@@ -602,11 +602,9 @@ def test_no_checkpoint_has_a_part_of_an_update(
 
     plan = executable("overlapped", vocabulary=300, dtype="fp32", accumulation=2, clipping="global")
     plan.save(place / "plan.toml")
-    every = {"evaluation.every_steps": 4, "saving.every_steps": 3, "keep_last": 1, "steps": 5}
-    fields = {
-        **every,
-        **({"evaluation_data": str(place / "corpus")} if reader == "evaluation" else {}),
-    }
+    fields = {"saving.every_steps": 3, "keep_last": 1, "steps": 5}
+    if reader == "evaluation":
+        fields |= {"evaluation_data": str(place / "corpus"), "evaluation.every_steps": 4}
     prepare(place, "straight", **fields).fit()
     run, flush = Executor._run, []
 

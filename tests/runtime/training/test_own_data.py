@@ -259,7 +259,9 @@ def test_a_step_that_is_saved_already_is_not_saved_again(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = place / "plan.toml"
-    settings = msgspec.structs.replace(config(), saving=Saving(every_steps=3, every_minutes=0))
+    settings = msgspec.structs.replace(
+        config(), evaluation=EvaluationSettings(), saving=Saving(every_steps=3, every_minutes=0)
+    )
     trainer = Trainer(
         file, data=Drawn(Plan.load(file), 4), config=settings, out=place / "run", device=CPU
     )

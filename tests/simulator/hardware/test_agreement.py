@@ -52,6 +52,17 @@ def test_numbers_agree_within_both_spreads() -> None:
     assert beyond.noisy == ("host", "device")
 
 
+@pytest.mark.parametrize(
+    ("factor", "agree"), [(0.79, True), (0.77, False), (1.21, True), (1.23, False)]
+)
+def test_what_is_allowed_is_a_share_of_the_first_number_as_the_change_is(
+    factor: float, agree: bool
+) -> None:
+    found = agreement(machine(1, 0.1), machine(factor, 0.1))
+    assert (not found.differences) is agree
+    assert all(abs(each.change) > each.allowed for each in found.differences)
+
+
 def test_one_number_that_differs_is_listed_and_does_not_count_as_noise() -> None:
     """One or two numbers that differ are listed, but do not make a machine noisy."""
     found = agreement(machine(1, 0.03), machine(1, 0.03, slow=2))
