@@ -15,6 +15,8 @@ import os
 import sys
 from pathlib import Path
 
+import msgspec
+
 from megatrain.experiments import benchmark
 from megatrain.experiments.cli.options import OneLineParser
 from megatrain.experiments.paper_data import ablations
@@ -29,12 +31,12 @@ CASES = {f"table4-{case.replace(' ', '-')}": case for case in ablations.CASES[1:
 
 def arguments(case: str, out: Path, steps: int) -> list[str]:
     """Returns the benchmark's arguments for a case. Writes the plan into the folder `out`."""
-    ablations.ablated(CASES[case]).plan.save(path := out / f"{case}.plan.toml")
+    plan = ablations.ablated(CASES[case]).plan
+    machine = os.path.relpath(ablations.CALIBRATED, out)  # as seen from the folder of the plan
+    msgspec.structs.replace(plan, hardware=machine).save(path := out / f"{case}.plan.toml")
     return [
         "--plan",
         str(path),
-        "--hardware",
-        os.path.relpath(ablations.CALIBRATED),
         "--systems",
         "ours",
         "--steps",
