@@ -383,10 +383,16 @@ class Adviser:
             changes["accumulation"] = 2 * work.accumulation
         if work.gradients == "exact" and work.clipping == "global":
             changes["clipping"] = "none"
+        if work.gradients != "exact":
+            changes["gradients"] = "exact"
         searched = [
             self._searched({name: str(value)}, msgspec.structs.replace(work, **{name: value}))
             for name, value in changes.items()
         ]
+        if work.fp8:
+            searched.append(
+                self._searched({"dtype": "bf16"}, msgspec.structs.replace(work, fp8=None))
+            )
         return [
             entry
             for entry in [*searched, self._compiled(), self._other_kernel(), self._resident()]

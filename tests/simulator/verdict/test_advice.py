@@ -325,6 +325,32 @@ def test_compiled_layers_are_suggested_where_their_speed_is_known(
         assert some._compiled() is None
 
 
+@pytest.mark.parametrize(
+    ("machine", "given", "options"),
+    [
+        ("rtx4090", {"gradients": "8bit"}, {"gradients": "exact"}),
+        ("dgx-spark", {"fp8": "rowwise"}, {"dtype": "bf16"}),
+    ],
+)
+def test_it_is_advised_to_leave_out_an_option_that_only_costs_speed(
+    machine: str, given: dict[str, Any], options: dict[str, str]
+) -> None:
+    """The gain is that of the same command without the option."""
+    model, hardware = ModelSpec.load("qwen2.5-7b"), HardwareSpec.load(machine)
+    work = Workload(batch=8, sequence=1024, loss_chunk=1024)
+    policy = "resident" if hardware.unified else "overlapped"
+    before, after = (
+        judge(model, hardware, each, policies=[policy], host_limit=192 * 2**30)
+        for each in (msgspec.structs.replace(work, **given), work)
+    )
+    (entry,) = [entry for entry in before.advice if entry.options == options]
+    assert entry.gain > 0.02
+    assert after.tokens_per_second / before.tokens_per_second - 1 == pytest.approx(
+        entry.gain, abs=0.01
+    )
+    assert not [entry for entry in after.advice if entry.options == options]
+
+
 def _none(*_: object, **__: object) -> None:
     """A search that must not be called."""
     raise AssertionError
@@ -430,7 +456,7 @@ def test_the_memory_to_add_is_that_missing_in_both_limits(
         ({"compiled": True, "clipping": "none"}, {"batch": 16, "accumulation": 2}),
         ({"accumulation": 512}, {"batch": 16, "accumulation": 1024, "clipping": "none"}),
         ({"accumulation": 513}, {"batch": 16, "clipping": "none"}),  # 1,026 is more than allowed
-        ({"gradients": "8bit"}, {"batch": 16}),
+        ({"gradients": "8bit"}, {"batch": 16, "gradients": "exact"}),
         ({"batch": 2**20}, {"accumulation": 2, "clipping": "none"}),
     ],
     ids=str,
