@@ -489,6 +489,18 @@ def add_step_tokens(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_document_length(parser: argparse.ArgumentParser, default: str = "") -> None:
+    """Adds the option `--document-length`. `default` says in words what is used without it."""
+    parser.add_argument(
+        "--document-length",
+        type=whole("--document-length"),
+        metavar="N",
+        help="predict attention for rows of several documents with N tokens each: the sum of the"
+        " squared lengths divided by the sum of the lengths (default:"
+        f" {default or 'each row is one document, which takes longest'})",
+    )
+
+
 def usual_dtype(hardware: HardwareSpec, usual: str = BF16) -> str:
     """Returns `usual`, or the first dtype for which the machine has a rate if it has none for
     `usual`. A calibration has only the rate of the dtype that was measured.
@@ -565,6 +577,7 @@ def workload(args: argparse.Namespace, model: ModelSpec, *, quiet: bool = False)
         attention=args.attention,
         short_recompute=True,
         documents=args.documents is not False and not obstacle,
+        document_length=vars(args).get("document_length"),
         no_dropout=args.no_dropout,
         optimizer=args.optimizer,
         state=args.state,
@@ -732,6 +745,7 @@ def add_check(parser: argparse.ArgumentParser) -> None:
     )
     add_workload(parser, batch=None, loss_chunk=None, dtype=None)
     add_step_tokens(parser)
+    add_document_length(parser)
     parser.add_argument(
         "--tokens",
         type=count("--tokens"),

@@ -38,6 +38,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
     options.add_policy(parser)
     options.add_workload(parser, loss_chunk=None, dtype=None)
     options.add_step_tokens(parser)
+    options.add_document_length(parser)
     parser.add_argument(
         "--gpus",
         type=options.whole("--gpus"),

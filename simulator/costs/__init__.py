@@ -20,6 +20,7 @@ from megatrain.simulator.costs.replayed import Replayed
 from megatrain.simulator.costs.several_gpus import OneOfSeveral, link_share
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.hardware.several_gpus import SeveralGpus
+from megatrain.simulator.model.attention_masks import document_tokens
 from megatrain.simulator.model.optimizer import find
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
@@ -114,11 +115,13 @@ def _uncorrected(
     table = hardware.costs
     if table is None:
         return Datasheet(hardware, model, workload, gpus, hosts, several=several)
-    datasheet = (
-        Datasheet(hardware, model, workload, gpus, hosts, several=several)
-        if workload.dtype in hardware.peak_tflops
-        else None
-    )
+    # A calibration measures rows of one document.
+    rows = workload.whole_rows
+    datasheet = documents = None
+    if workload.dtype in hardware.peak_tflops:
+        datasheet = Datasheet(hardware, model, rows, gpus, hosts, several=several)
+        if document_tokens(model, workload):
+            documents = Datasheet(hardware, model, workload)
     sharing = ContentionModel(
         table.contention,
         table.host_memory or hardware.host_memory,
@@ -128,7 +131,8 @@ def _uncorrected(
         product_ns=datasheet.product_ns if datasheet else 0.0,
         several=several,
     )
-    return Calibrated(table, datasheet, sharing, Elementwise(model, workload, hardware.cores))
+    elementwise = Elementwise(model, rows, hardware.cores)
+    return Calibrated(table, datasheet, sharing, elementwise, documents)
 
 
 def _from_outside(hardware: HardwareSpec, model: ModelSpec, workload: Workload) -> CostModel:

@@ -26,6 +26,9 @@ The duration of a decoder layer is also multiplied by a ratio of datasheet times
 * The layer was measured only without pieces of tokens, and the workload has pieces.
 * The layer rebuilds outputs (`Knobs.rebuild_outputs`). A calibration measures layers that do not.
 
+A calibration measures rows of one document. If `Workload.document_length` is less than a row, the
+time of the attention in a row is replaced by that in documents of this length (`_in_documents`).
+
 Other compute ops do not depend on documents, fp8, pieces and rebuilt outputs.
 
 A decoder layer's op that was not measured takes at least the time in which the host calls the
@@ -120,6 +123,7 @@ class Calibrated(ContendedCosts):
         datasheet: Datasheet | None = None,
         sharing: ContentionModel | None = None,
         elementwise: Elementwise | None = None,
+        documents: Datasheet | None = None,
     ) -> None:
         """Makes a cost model of one machine, model and workload.
 
@@ -129,8 +133,11 @@ class Calibrated(ContendedCosts):
             sharing: The resources that lanes share. By default it has only the pairs of `table`.
             elementwise: The bytes that elementwise ops read and write. Without it, ops of the lane
                 `cpu` have no DRAM traffic.
+            documents: The datasheet model of the same machine for rows of several documents, if
+                their length is known. The other arguments are for rows of one document, which are
+                measured.
         """
-        self.table, self._datasheet = table, datasheet
+        self.table, self._datasheet, self._documents = table, datasheet, documents
         self.sharing = sharing or ContentionModel(table.contention)
         self._elementwise = elementwise
         self.dispatch_ns: Mapping[str, int] = table.dispatch_ns
@@ -152,9 +159,24 @@ class Calibrated(ContendedCosts):
 
     def duration_ns(self, op: Op) -> int:
         duration = self._look_up(op)[0]
+        if self._documents is not None and op.kind in LAYER_KINDS:
+            return self._in_documents(op, duration, self._documents)
         if op.lane != "cpu" or self._host_mean == 1:
             return duration
         return round(self._host_mean * duration)
+
+    def _in_documents(self, op: Op, duration: int, documents: Datasheet) -> int:
+        """Returns the duration in ns of a decoder layer's `op` in rows of several documents.
+        `duration` is that in rows of one document.
+        """
+        assert self._datasheet is not None
+        whole = self._datasheet.attention_ns(op.kind, op.layer)
+        if has_saved_attention(op.shape) or not whole:
+            return duration
+        shorter = 1 - documents.attention_ns(op.kind, op.layer) / whole
+        # The attention kernel and the op were measured separately, so the kernel alone may take
+        # longer than the op that contains it.
+        return round(duration - min(whole, duration) * max(shorter, 0.0))
 
     def touched_bytes(self, op: Op) -> int:
         return (self._elementwise.touched_bytes(op) or 0) if self._elementwise else 0

@@ -26,9 +26,9 @@ products of few tokens"). `op_work` counts the traffic of eager PyTorch, and `tr
 corrects it for compiled layers and for experts.
 
 The attention rate is that of the workload's kernel, if the machine has it. With documents, flash
-attention receives their lengths, and the prediction treats each row as one document. Shorter
-documents take less time. A kernel that receives a mask, for documents or for a window, also
-computes masked pairs (`computed_pairs`). Masks for documents were not measured.
+attention receives their lengths. Its time is that of documents of `Workload.document_length`, or of
+rows that are one document if there is no length. A kernel that receives a mask, for documents or
+for a window, also computes masked pairs (`computed_pairs`). Masks for documents were not measured.
 
 Copies beyond a measured curve are flagged as extrapolated, and so are layers whose attention uses a
 mask for documents. The machine's `uncertainty` says how inaccurate the rates may be.
@@ -59,7 +59,7 @@ from megatrain.simulator.hardware.cost_table import (
 from megatrain.simulator.hardware.machine import AttentionRate, HardwareSpec
 from megatrain.simulator.hardware.several_gpus import CollectiveRate, SeveralGpus
 from megatrain.simulator.model.attention_kernel import is_optional, package
-from megatrain.simulator.model.attention_masks import document_attention
+from megatrain.simulator.model.attention_masks import document_attention, document_tokens
 from megatrain.simulator.model.families import UNFUSED_ATTENTION
 from megatrain.simulator.model.layer import DTYPE_BYTES
 from megatrain.simulator.model.op_work import (
@@ -212,6 +212,20 @@ class Datasheet(EstimatedCosts):
         self._attention = attention
         self._flops_per_ns = flops_per_ns
         self._row = measured_row(hardware.costs, model, workload)
+        length = document_tokens(model, workload)
+        self._documents = (
+            Datasheet(
+                hardware,
+                model,
+                msgspec.structs.replace(
+                    workload, batch=1, sequence=length, document_length=None, token_piece=None
+                ),
+            )
+            if length is not None
+            else None
+        )
+        """The costs of a row that is one document of the typical length, or None if rows are one
+        document."""
         self._computed: dict[tuple[str, str, bool, bool], int] = {}
         self._curves = {
             lane: tuple((size, round(size / rate)) for size, rate in curve)
@@ -326,9 +340,15 @@ class Datasheet(EstimatedCosts):
     def attention_ns(self, kind: str, layer: str) -> float:
         """Returns the time of attention in a compute op, in ns, if attention was not saved.
 
+        With a length of documents, it is the time for a document of this length, multiplied by the
+        number of such documents.
+
         If the kernel was measured, it is the time of one full causal row, multiplied by the number
         of pairs of tokens in the op and divided by their number in that row.
         """
+        if self._documents is not None:
+            one = self._documents
+            return one.attention_ns(kind, layer) * self.workload.tokens / one.workload.tokens
         flops = op_work(self.model, kind, layer, self.workload).attention_flops
         if not flops:
             return 0.0

@@ -41,6 +41,18 @@ def document_attention(model: ModelSpec, workload: Workload) -> Literal["lengths
     return "mask" if workload.dtype == "fp32" or unfused else "lengths"
 
 
+def document_tokens(model: ModelSpec, workload: Workload) -> int | None:
+    """Returns the length of documents in tokens that the time of attention depends on.
+
+    Returns None if it does not depend on it: rows are one document, or the kernel does not receive
+    the lengths of documents and computes all pairs of a row.
+    """
+    length = workload.document_length
+    if not workload.documents or length is None or length >= workload.sequence:
+        return None
+    return length if document_attention(model, workload) == "lengths" else None
+
+
 def mask_bytes(model: ModelSpec, workload: Workload) -> int:
     """Returns the bytes of attention masks on the device. Documents need a mask, unless the
     kernel receives their lengths. transformers also makes a mask for a window that is not

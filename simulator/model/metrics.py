@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+from megatrain.simulator.model.attention_masks import document_tokens
 from megatrain.simulator.model.op_work import head_flops, layer_flops
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
@@ -31,11 +32,12 @@ def mfu(
     model: ModelSpec, workload: Workload, step_seconds: float, peak_tflops: float, gpus: int = 1
 ) -> float:
     """Returns the model FLOPs utilization as a fraction of 1. `peak_tflops` is the dense peak of
-    each of `gpus` devices in the workload's dtype, in 10^12 FLOP/s.
+    each of `gpus` devices in the workload's dtype, in 10^12 FLOP/s. Attention is counted inside
+    documents of `Workload.document_length`.
     """
+    length = document_tokens(model, workload) or workload.sequence
     layers = sum(
-        layer_flops(model, layer.name, workload.tokens, workload.sequence)
-        for layer in model.decoders
+        layer_flops(model, layer.name, workload.tokens, length) for layer in model.decoders
     )
     forward = layers + head_flops(model, workload.tokens)
     return 3 * forward * workload.accumulation / step_seconds / (gpus * peak_tflops * 1e12)

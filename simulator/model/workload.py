@@ -105,6 +105,11 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     It is False by default, because some models and kernels cannot do that
     (`documents_obstacle`). Commands set it to True for all models that can, so pass
     `documents=True` in Python to get the same workload."""
+    document_length: int | None = None
+    """The mean length of the document that a token is in, in tokens of its row: the sum of the
+    squared lengths divided by the sum of the lengths. Attention takes less time in short documents,
+    so predictions depend on it, but no bit does. It is used if `documents` is True and the kernel
+    receives the lengths. None means that each row is one document."""
     no_dropout: bool = False
     """True if dropout and router noise in the model's config are ignored. If it is False, a model
     with either is refused."""
@@ -124,6 +129,13 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 found=f"update with optimizer {self.optimizer}",
                 allowed=f"update with {ADAMW} alone, whose second moment it reads",
                 fix="clip by global, layer or adagc, or do not clip",
+            )
+        if self.document_length is not None and self.document_length < 1:
+            raise UserError(
+                "workload: document_length",
+                found=self.document_length,
+                allowed="at least 1 token",
+                fix="correct it, or leave it out if each row is one document",
             )
         self._refuse_state()
         self._refuse_gradients()
@@ -220,10 +232,16 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def same_bits(self) -> Workload:
         """The workload with default values in the fields that change no bit of its result. So two
-        workloads give the same bits if their `same_bits` are equal. The field is `short_recompute`
-        in eager layers.
+        workloads give the same bits if their `same_bits` are equal. The fields are
+        `document_length`, and in eager layers `short_recompute`.
         """
-        return self if self.compiled else msgspec.structs.replace(self, short_recompute=False)
+        short = self.short_recompute and self.compiled
+        return msgspec.structs.replace(self, short_recompute=short, document_length=None)
+
+    @property
+    def whole_rows(self) -> Workload:
+        """The workload with rows of one document, as a calibration measures them."""
+        return msgspec.structs.replace(self, document_length=None)
 
     @property
     def piece(self) -> int:
@@ -272,7 +290,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def shape(self) -> str:
         """The workload's part of `Op.shape`, such as `32x1024-bf16-documents`. It contains
-        everything in the workload that the duration of a compute op depends on.
+        everything in the workload that the duration of a compute op depends on, except
+        `document_length`.
         """
         fp8 = f"{_FP8}{self.fp8}" if self.fp8 else ""
         compiled, attention = (

@@ -28,7 +28,11 @@ from megatrain.simulator.engine.exposed import WAITING, exposed_ns, slowed_ns
 from megatrain.simulator.hardware.cost_table import LAYER_KINDS
 from megatrain.simulator.hardware.machine import HardwareSpec, library
 from megatrain.simulator.memory.formulas import rebuilt_estimate
-from megatrain.simulator.model.attention_masks import document_attention, writes_scores
+from megatrain.simulator.model.attention_masks import (
+    document_attention,
+    document_tokens,
+    writes_scores,
+)
 from megatrain.simulator.model.families import UNFUSED_ATTENTION
 from megatrain.simulator.model.layer import EAGER_MIXERS
 from megatrain.simulator.model.metrics import mfu, tflops_6n, tokens_per_second
@@ -231,8 +235,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """Most sequences per micro-batch that fit, at the workload's sequence length. None if it was
     not computed."""
     documents: str = ""
-    """The cost of keeping attention inside documents, in words. Empty if it costs nothing, or if
-    rows are not packed from several documents."""
+    """The cost of keeping attention inside documents, or their length, in words. Empty if it costs
+    nothing and rows are one document, or if rows are not packed from several documents."""
     fp8: str = ""
     """Which matrix products are in fp8 and which are not, in words. Empty without fp8."""
     eager: str = ""
@@ -455,6 +459,8 @@ def _unknown_memory(choice: Choice, hardware: HardwareSpec) -> str:
 
 def _documents(model: ModelSpec, work: Workload) -> str:
     """Returns the text of `Verdict.documents`."""
+    if length := document_tokens(model, work):
+        return f"attention is predicted for documents of {length:,} tokens"
     fused = model.fuses_scores(work)
     if (
         not work.documents

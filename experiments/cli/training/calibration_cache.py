@@ -94,7 +94,12 @@ def _measured(workload: Workload, device: torch.device) -> list[Workload]:
     tokens = most_tokens(device.type, machine.device_bytes(device))
     return [
         msgspec.structs.replace(
-            workload, batch=rows, accumulation=1, optimizer=ADAMW, state=EXACT, gradients="exact"
+            workload.whole_rows,
+            batch=rows,
+            accumulation=1,
+            optimizer=ADAMW,
+            state=EXACT,
+            gradients="exact",
         )
         for rows in row_counts(tokens, workload.sequence)
     ]

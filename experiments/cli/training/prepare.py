@@ -65,6 +65,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
     options.add_limits(parser)
     options.add_policy(parser)
     options.add_step_tokens(parser)
+    options.add_document_length(parser, "computed from the data")
     options.add_workload(parser, loss_chunk=None)
     parser.set_defaults(batch=None, seq=None, accumulation=None, dtype=None)
     added = parser._actions[first:]
@@ -328,6 +329,7 @@ def _choose(
         described,
     )
     from megatrain.runtime.data.corpus.corpus import Corpus
+    from megatrain.simulator.model.attention_masks import document_tokens
 
     where, limit, lengths = (
         f"data {', '.join(config.data.paths)}",
@@ -343,7 +345,10 @@ def _choose(
     workload = options.workload(asked, model)
     asked.documents = workload.documents
     packing = config.data.packing or ("documents" if workload.documents else "plain")
-    rows = Corpus(documents, workload, seed=config.training.seed, packing=packing, where=where).rows
+    corpus = Corpus(documents, workload, seed=config.training.seed, packing=packing, where=where)
+    rows = corpus.rows
+    if workload.documents:
+        asked.document_length = asked.document_length or corpus.document_length
     tokens = asked.tokens_per_step
     if tokens and tokens < asked.seq:
         _refuse_broken_step(asked, tokens)
@@ -368,6 +373,8 @@ def _choose(
     cuts = documents.whole and packing != "plain"
     steps = f"{rows / step_rows:,.1f}".removesuffix(".0")
     print(fitted(f"documents: {described(lengths, asked.seq, cuts=cuts)}"))
+    if length := document_tokens(model, options.workload(asked, model, quiet=True)):
+        print(fitted(f"attention is predicted for documents of {length:,} tokens"))
     print(f"{step_rows:,} x {asked.seq:,} tokens a step, {steps} steps an epoch", flush=True)
     return _Choice(workload, rows, step_rows)
 

@@ -112,6 +112,7 @@ def _size(verdict: Verdict, work: Workload) -> list[str]:
             "seq": (work.sequence, None),
             "accumulation": (work.accumulation, 1),
             "loss-chunk": (work.loss_chunk if verdict.chunk_chosen else None, None),
+            "document-length": (work.document_length, None),
         }
     )
 

@@ -143,6 +143,15 @@ class Corpus:
         """Number of pieces in the first epoch. A document counts once for each of its pieces."""
         return len(self._rows_of(0)[0].begins)
 
+    @property
+    def document_length(self) -> int:
+        """The mean length of the part of a document that a token's row has, in tokens: the sum of
+        the squared lengths divided by the sum of the lengths (`Workload.document_length`).
+        """
+        rows = self._rows_of(0)[0]
+        lengths = (rows.ends - rows.begins).astype(np.float64)
+        return max(round(float((lengths**2).sum() / lengths.sum())), 1)
+
     def step(self, number: int) -> list[Batch]:
         """Returns the micro-batches of step `number`, counted from 1. Steps may be requested in any
         order.

@@ -74,6 +74,7 @@ def test_a_model_and_data_give_a_trained_model(
 
     monkeypatch.setattr(calibration_cache, "calibrate", measure)
     asked = ("--batch", 2, "--steps", 1, "--no-export", "--policy", "sequential")
+    asked += ("--document-length", 9)  # a calibration measures rows of one document
     outcome = command(*TRAIN[:5], "again", *TRAIN[6:], *asked)
     assert (outcome.status, outcome.err) == (0, "")
     assert f"this machine's calibration: {cached}" in " ".join(outcome.out.split())
@@ -161,6 +162,28 @@ def test_the_fastest_attention_kernel_is_chosen_if_the_device_has_it(
     assert Plan.load(Path("run/plan.toml")).workload.attention == expected
     said = " ".join(outcome.out.split())
     assert ("note: attention kernel flash was chosen: layers compute" in said) == bool(expected)
+
+
+@pytest.mark.usefixtures("place")
+@pytest.mark.parametrize(
+    ("options", "length"),
+    [((), 32), (("--document-length", 9), 9), (("--plain-packing",), None)],
+    ids=str,
+)
+def test_attention_is_predicted_for_the_documents_of_the_data(
+    command: Any, options: tuple[object, ...], length: int | None
+) -> None:
+    """Each row of 64 tokens has two documents of 32 tokens."""
+    Path("rows.jsonl").write_text(
+        (json.dumps({"prompt": "a" * 20, "completion": "b" * 11}) + "\n") * 80
+    )
+    words = ("train", "tiny", "--data", "rows.jsonl", "--out", "run", "--seq", 64, *HARDWARE)
+    asked = ("--dtype", "bf16", "--steps", 1, "--no-export", "--device", "cpu")
+    outcome = command(*words, *asked, *options)
+    assert (outcome.status, outcome.err) == (0, "")
+    assert Plan.load(Path("run/plan.toml")).workload.document_length == length
+    said = f"\nattention is predicted for documents of {length} tokens\n" in outcome.out
+    assert said == bool(length)
 
 
 @pytest.mark.usefixtures("place")

@@ -203,6 +203,23 @@ def test_batches_are_as_the_workload_says() -> None:
             assert tensor.is_contiguous()
 
 
+@pytest.mark.parametrize(
+    ("lengths", "whole", "expected"),
+    [
+        ([8, 8, 8], True, 8),
+        ([2, 6, 2, 6], True, 5),  # (4 + 36) / 8
+        ([20], True, 8),  # cut at the sequence
+        ([12, 4], False, 6),  # 8, then 4 and 4: (64 + 16 + 16) / 16
+    ],
+)
+def test_the_length_of_documents_is_the_mean_over_their_tokens(
+    lengths: list[int], whole: bool, expected: int
+) -> None:
+    work = Workload(batch=1, sequence=8)
+    corpus = Corpus(documents_of(lengths, whole=whole), work, seed=None)
+    assert corpus.document_length == expected
+
+
 def test_epochs_and_seeds_have_an_order_of_their_own() -> None:
     work = Workload(batch=10, sequence=8)
     for whole in (False, True):
