@@ -28,14 +28,9 @@ os.environ["MEGATRAIN_MACHINES"] = str(Path(__file__).with_name("no-machines"))
 # Each worker has a core of its own. More threads of PyTorch only wait for each other there. Torch
 # reads this when it is imported, and processes that tests start inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# A job in the background of a script ignores SIGINT, and one under `nohup` SIGHUP. Programs that
-# tests start inherit this, and a training leaves ignored signals alone.
-for number, handler in (
-    (signal.SIGINT, signal.default_int_handler),
-    (signal.SIGHUP, signal.SIG_DFL),
-):
-    if signal.getsignal(number) is signal.SIG_IGN:
-        signal.signal(number, handler)
+# Under `nohup`, SIGHUP is ignored. Programs that tests start inherit this, and a training leaves it
+# ignored.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 pytest.register_assert_rewrite("whole_models", "reference_lengths")
 hypothesis.settings.register_profile(
     "megatrain", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]

@@ -502,11 +502,11 @@ def add_document_length(parser: argparse.ArgumentParser, default: str = "") -> N
 
 
 def usual_dtype(hardware: HardwareSpec, usual: str = BF16) -> str:
-    """Returns `usual`, or the first dtype for which the machine has a rate if it has none for
-    `usual`. A calibration has only the rate of the dtype that was measured.
+    """Returns `usual`, or the other one of bf16 and fp32 if the machine has a rate for it and none
+    for `usual`. A calibration has only the rate of the dtype that was measured.
     """
-    rates = hardware.peak_tflops
-    return usual if usual in rates else next(iter(rates))
+    known = [dtype for dtype in (usual, BF16, "fp32") if dtype in hardware.peak_tflops]
+    return known[0] if known else usual
 
 
 def with_dtype(

@@ -14,7 +14,6 @@ from types import FrameType
 from typing import Any
 
 from megatrain.experiments.cli.options import OneLineParser
-from megatrain.runtime.training.interruption import leave_closed_terminal
 from megatrain.simulator.base.errors import Interrupted, RunError, UserError
 
 _AGAIN_S = 0.02
@@ -58,8 +57,6 @@ def interruptible() -> Iterator[None]:
             return
         for handled in signals:
             signal.signal(handled, signal.SIG_IGN)
-        if number == signal.SIGHUP:
-            leave_closed_terminal()
         raise Interrupted(number)
 
     in_main_thread = threading.current_thread() is threading.main_thread()

@@ -23,10 +23,13 @@ from megatrain.simulator.base.errors import UserError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
+
     from megatrain.experiments.sweep.grid import Axes
     from megatrain.experiments.sweep.running import SweepEntry
     from megatrain.simulator.hardware.machine import HardwareSpec
-    from megatrain.simulator.model.workload import Workload
+    from megatrain.simulator.model.specs import ModelSpec
+    from megatrain.simulator.model.workload import Kernel, Workload
     from megatrain.simulator.schedule.plan import Plan
 
 _EXECUTED_STEPS = 5
@@ -163,23 +166,47 @@ def entries_of(args: argparse.Namespace) -> list[SweepEntry]:
         for plan in plans(base, group)
     ]
     if not (args.attention or any("attention" in grid for grid in grids)):
-        kernels: dict[Workload, Workload] = {}
-        points = [(_with_kernel(plan, hardware, kernels), chosen) for plan, chosen in points]
+        kernels: dict[Workload, Kernel | None] = {}
+        device = options.device(args) if args.execute else None
+        points = [
+            (_with_kernel(plan, hardware, device, kernels), chosen) for plan, chosen in points
+        ]
     entries = [SweepEntry(plan, keys.of(plan, planned=chosen), chosen) for plan, chosen in points]
     for name in dict.fromkeys(entry.plan.workload.optimizer for entry in entries):
         optimizer.find(name)
     return entries
 
 
-def _with_kernel(plan: Plan, hardware: HardwareSpec, known: dict[Workload, Workload]) -> Plan:
-    """Returns `plan` with the attention kernel that `check` chooses. `known` stores the choices."""
+def _with_kernel(
+    plan: Plan,
+    hardware: HardwareSpec,
+    device: torch.device | None,
+    known: dict[Workload, Kernel | None],
+) -> Plan:
+    """Returns `plan` with the attention kernel that `check` chooses, or without one if `device`,
+    which executes the plan, does not have it. `known` stores the choices.
+    """
     from megatrain.simulator.planner.attention_kernel import with_attention_kernel
 
     row = msgspec.structs.replace(plan.workload, batch=1)  # the choice does not depend on the batch
     if row not in known:
-        known[row] = with_attention_kernel(plan.model, hardware, row)
-    work = msgspec.structs.replace(plan.workload, attention=known[row].attention)
+        chosen = with_attention_kernel(plan.model, hardware, row)
+        known[row] = chosen.attention if _has_kernel(device, plan.model, chosen) else None
+    work = msgspec.structs.replace(plan.workload, attention=known[row])
     return msgspec.structs.replace(plan, workload=work)
+
+
+def _has_kernel(device: torch.device | None, model: ModelSpec, work: Workload) -> bool:
+    """Returns whether `device` can run the attention kernel of `work`. None stands for any."""
+    if device is None:
+        return True
+    from megatrain.runtime.layers.attention import kernel_of
+
+    try:
+        kernel_of(model, work, device)
+    except UserError:
+        return False
+    return True
 
 
 def _what_was_planned(entries: Sequence[SweepEntry]) -> str:

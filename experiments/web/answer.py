@@ -268,7 +268,6 @@ def _row(verdict: Verdict) -> dict[str, Any]:
     """Returns a cell of the comparison: one machine and one policy."""
     return {
         "policy": verdict.policy,
-        "trains": not verdict.prediction_only,
         "feasible": verdict.feasible,
         "tokens_per_second": verdict.tokens_per_second,
         "speed": layout.speed(verdict.tokens_per_second) if verdict.feasible else "",

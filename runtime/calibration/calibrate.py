@@ -527,16 +527,20 @@ def calibrate(
     )
 
 
-def collective_memory(
-    library: HardwareSpec | None, device: torch.device
-) -> tuple[int | None, int | None]:
+def collective_memory(library: HardwareSpec | None, device: torch.device) -> tuple[int, int]:
     """Returns `HardwareSpec.collective_bytes` and `collective_peer_bytes`, which one process cannot
-    measure: those of `library`, the library's machine with the same GPU. Another GPU has the
-    defaults, and a CPU does not use NCCL.
+    measure: those of `library`, the library's machine with the same GPU. What it does not state has
+    the default, or is 0 on a CPU, which does not use NCCL.
     """
-    if library:
-        return library.collective_bytes, library.collective_peer_bytes
-    return (COLLECTIVE_BYTES, COLLECTIVE_PEER_BYTES) if device.type == "cuda" else (0, 0)
+    first, peer = (
+        (library.collective_bytes, library.collective_peer_bytes) if library else (None, None)
+    )
+    if device.type != "cuda":
+        return first or 0, peer or 0
+    return (
+        COLLECTIVE_BYTES if first is None else first,
+        COLLECTIVE_PEER_BYTES if peer is None else peer,
+    )
 
 
 def _limits(

@@ -48,7 +48,7 @@ from megatrain.simulator.base.errors import RunError, UserError
 from megatrain.simulator.model.workload import BY_LAYER, BY_TENSOR
 from megatrain.simulator.policies import evaluation, flush_update
 from megatrain.simulator.schedule import DataClass, Schedule, base_buffer
-from megatrain.simulator.schedule.arithmetic import own_micro_batches
+from megatrain.simulator.schedule.arithmetic import UPDATED, own_micro_batches
 from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.schedule.timeline import Span, Timeline
 
@@ -90,7 +90,7 @@ class Evaluated:
     """Measured start and end of each op."""
 
 
-_STATE = ("weights", "master_low", "moments", "moving_norms")
+_STATE = (*UPDATED, "moving_norms")
 """The classes of data that a checkpoint stores."""
 
 

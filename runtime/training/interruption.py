@@ -37,8 +37,8 @@ class Interruption:
 
     Test `if interruption:` between steps, save, and raise `interruption.error()`.
 
-    A second signal other than SIGHUP raises Interrupted in the main thread. A signal that is
-    ignored when the context is entered, as SIGHUP under `nohup`, stays ignored. If the context is
+    A second signal other than SIGHUP raises Interrupted in the main thread. If SIGHUP is ignored
+    when the context is entered, as under `nohup`, it stays ignored. If the context is
     entered in another thread, no signal is recorded, because only the main thread can set signal
     handlers.
     """
@@ -56,7 +56,7 @@ class Interruption:
             self._before = {
                 number: signal.signal(number, self._record)
                 for number in SIGNALS
-                if signal.getsignal(number) is not signal.SIG_IGN
+                if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
             }
         return self
 

@@ -156,7 +156,7 @@ class _ChunkSearch:
         index = min(bisect.bisect_left(chunks, _FIRST), len(chunks) - 1)
         index = self._best_from(chunks, self._best_from(chunks, index, 1), -1)
         if self._time(chunks[index]) < math.inf:
-            return self._confirmed(chunks[index], min(usual))
+            return self._confirmed(chunks[index], min({*below, whole}))
         if not any(map(self._fits, (whole, _SMALLER[-1]))):
             return work.loss_chunk
         for start in range(index, -1, -1):
@@ -204,12 +204,13 @@ class _ChunkSearch:
         """Returns the step time that whole searches find with this chunk in ns. Returns `most_ns`
         if every plan takes that long or longer.
         """
+        derived = _DERIVED if self._measured and chunk not in self._measured else 1.0
         found = [most_ns]
         for plan, costs in (self._with_costs(plan, chunk) for plan in self._fastest):
             if not policy_library.find(plan.policy).places_state:
                 found.append(self._time(chunk))
-            elif best := fastest(_searches(plan, costs), min(found)):
-                found.append(best.step_seconds * 1e9)
+            elif best := fastest(_searches(plan, costs), min(found) / derived):
+                found.append(derived * best.step_seconds * 1e9)
         return min(found)
 
     def _fits(self, chunk: int) -> bool:

@@ -162,17 +162,20 @@ class PlacementSearch(Polishing):
             candidates = [plan for plan in other._usual() if plan not in known]
             if estimate := other._best_of(candidates, limit_ns):
                 estimates.append(estimate)
-            if estimate := self._from_beyond(usual, limit_ns):
-                estimates.append(estimate)
-        return min(estimates, key=lambda estimate: estimate.step_seconds, default=None)
+        best = min(estimates, key=lambda estimate: estimate.step_seconds, default=None)
+        beyond = self._from_beyond(usual, limit_ns)
+        if best is None or beyond is None:
+            return best or beyond
+        best = self.polished(best)  # as `beyond` is
+        return min(best, beyond, key=lambda estimate: estimate.step_seconds)
 
     def _from_beyond(self, usual: Sequence[Plan], limit_ns: float) -> Estimate | None:
-        """Returns the best plan of a search with `_BEYOND` times the host memory if it fits, or
-        None.
+        """Returns the best plan of a search with `_BEYOND` times the host memory, polished, if it
+        fits, or None.
 
-        The search is made only if the `usual` candidates have fewer slots, because the others do
-        not fit in host memory. A climb from one of the others may end at a plan that needs less
-        host memory, because more of its state is on the device.
+        The search is made only if the `usual` candidates have fewer slots, because candidates with
+        all slots do not fit in host memory. A climb from one of these may end at a plan that needs
+        less host memory, because more of its state is on the device.
         """
         slots = self.plan.knobs.state_slots
         if not usual or usual[0].knobs.state_slots == slots:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatrain.experiments.cli.verdict import layout
+from megatrain.experiments.cli.verdict.reasons import without_cuda
 
 if TYPE_CHECKING:
     from megatrain.simulator.verdict.verdict import Verdict
@@ -40,6 +41,8 @@ def table(verdicts: list[Verdict], width: int = 80, *, names: Sequence[str] = ()
     lines += layout.left_out(sizes, shown, width)
     if any(verdict.prediction_only for verdict in verdicts):
         lines.append("* another system, for prediction only")
+    if verdicts and not verdicts[0].cuda:
+        lines += textwrap.wrap(without_cuda(verdicts[0]), width)
     missing = [name for name in names if name not in [verdict.policy for verdict in verdicts]]
     if missing:
         why = "`megatrain check --policy NAME` says why"

@@ -34,6 +34,11 @@ _REBUILDING = ("outputs of norms and gates saved", "outputs of norms and gates r
 """Texts for the values 0 and 1 of `rebuild_outputs`."""
 
 
+def without_cuda(verdict: Verdict) -> str:
+    """Returns the note on a machine that the runtime cannot train on."""
+    return f"this is a prediction only: `megatrain train` cannot use the GPU of {verdict.machine}"
+
+
 def reasons(verdict: Verdict, width: int) -> list[str]:
     """Returns the lines of `check --why`, wrapped at `width` columns."""
     logits = f"logits of {verdict.workload.loss_chunk:,} tokens at a time"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from megatrain.experiments.cli.verdict import layout
 from megatrain.experiments.cli.verdict.layout import labelled
-from megatrain.experiments.cli.verdict.reasons import rates_source, reasons
+from megatrain.experiments.cli.verdict.reasons import rates_source, reasons, without_cuda
 from megatrain.simulator.base.units import counted, format_bytes, parse_bytes
 from megatrain.simulator.model.attention_kernel import is_deterministic
 from megatrain.simulator.model.optimizer import ADAMW
@@ -312,9 +312,7 @@ def notes(verdict: Verdict) -> list[str]:
     if verdict.calibrated and verdict.extrapolated:
         sentences.append(f"{NOT_MEASURED}; --why names them")
     if not verdict.cuda:
-        sentences.append(
-            f"this is a prediction only: `megatrain train` cannot use the GPU of {verdict.machine}"
-        )
+        sentences.append(without_cuda(verdict))
     return sentences
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import textwrap
 from typing import TYPE_CHECKING
 
 from megatrain.experiments.cli.verdict import from_options, layout
+from megatrain.experiments.cli.verdict.reasons import without_cuda
 from megatrain.simulator.base.errors import DoesNotFit, UserError
 
 if TYPE_CHECKING:
@@ -55,6 +57,8 @@ def list_what_fits(args: argparse.Namespace, hardware: HardwareSpec) -> int:
     elif fitting:
         others = "1 other model of the library does" if too_large == 1 else f"{too_large} others do"
         print(f"{others} not fit.")
+        if not hardware.cuda:
+            print("\n".join(textwrap.wrap(without_cuda(fitting[0]), layout.terminal_width())))
         for line in layout.left_out(_SIZES, _shown(), layout.terminal_width()):
             print(line)
     else:

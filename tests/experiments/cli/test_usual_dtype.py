@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from megatrain.experiments.cli import options
 from megatrain.experiments.web.answer import answer
 from megatrain.experiments.web.question import Question
 from megatrain.simulator.base.files import write_toml
@@ -59,3 +60,13 @@ def test_the_page_takes_the_usual_dtype_of_the_machine(monkeypatch: pytest.Monke
     assert name == "first"
     assert first is not None
     assert first["verdict"]["workload"]["dtype"] == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("rates", "usual"),
+    [(("fp8", "fp32"), "fp32"), (("fp8",), "bf16"), (("fp32", "bf16"), "bf16")],
+    ids=str,
+)
+def test_the_usual_dtype_is_never_fp8(rates: tuple[str, ...], usual: str) -> None:
+    """Its products need a rate for bf16 as well."""
+    assert options.usual_dtype(machine(*rates)) == usual

@@ -14,7 +14,9 @@ from typing import Any
 import msgspec
 import pandas as pd
 import pytest
+import torch
 
+from megatrain.experiments.commands import sweep
 from megatrain.experiments.sweep import executed, grid, load_sweep
 from megatrain.experiments.sweep.flat import write_csv
 from megatrain.experiments.sweep.front import fastest, front
@@ -30,7 +32,7 @@ from megatrain.simulator.base.units import format_bytes
 from megatrain.simulator.costs import cost_model
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
-from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.model.workload import Kernel, Workload
 from megatrain.simulator.planner.assessment import assess
 from megatrain.simulator.planner.attention_kernel import with_attention_kernel
 from megatrain.simulator.schedule.plan import Placement, Plan
@@ -617,6 +619,22 @@ def test_points_have_the_attention_kernel_that_check_chooses(command: Any, workp
         outcome = command(*line, "--host-memory", "512GiB", *options, "--jobs", 1, "--out", name)
         assert outcome.status == 0, outcome.err
         assert sorted(load_sweep(workplace / name)["attention"]) == kernels
+
+
+def test_a_device_that_executes_plans_has_the_chosen_kernel(make_plan: Any) -> None:
+    model = ModelSpec.load("qwen2.5-0.5b")
+    plan = make_plan("resident", model=model, batch=1, sequence=2048, dtype="bf16")
+    work = plan.workload
+    for device, kernel in ((None, "cudnn"), (torch.device("cpu"), None)):
+        found = sweep._with_kernel(plan, HardwareSpec.load("h200"), device, {})
+        assert found.workload.attention == kernel
+    known: dict[Workload, Kernel | None] = {}
+    for rows in (1, 4):
+        for tokens in (256, 2048):
+            sized = msgspec.structs.replace(work, batch=rows, sequence=tokens)
+            changed = msgspec.structs.replace(plan, workload=sized)
+            sweep._with_kernel(changed, HardwareSpec.load("h200"), None, known)
+    assert sorted(each.sequence for each in known) == [256, 2048]
 
 
 @pytest.mark.usefixtures("workplace")

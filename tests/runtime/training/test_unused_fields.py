@@ -79,6 +79,7 @@ def test_the_plan_decides_whether_settings_of_adagc_are_used(
         place / "plan.toml"
     )
     prepare(place, adagc_factor=2.0)
+    prepare(place, **{"optimizer.max_norm": 2.0})
 
 
 def test_a_run_that_has_such_a_field_can_be_resumed(place: Path, run: Any, prepare: Any) -> None:
