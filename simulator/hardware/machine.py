@@ -138,7 +138,7 @@ class HardwareSpec(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True)
     measured workspace includes both."""
     collective_bytes: int | None = None
     """GPU memory that NCCL keeps on each of two GPUs, in bytes. If it is None, `COLLECTIVE_BYTES`,
-    but 0 in a calibration, because those of a CPU do not use NCCL."""
+    but 0 in a calibration. Calibrations state it since 2026-11-29."""
     collective_peer_bytes: int | None = None
     """GPU memory that NCCL keeps on each GPU for each GPU beyond the second, in bytes. If it is
     None, `COLLECTIVE_PEER_BYTES`, but 0 in a calibration."""
