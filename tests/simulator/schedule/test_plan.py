@@ -105,7 +105,7 @@ def test_a_plan_is_a_small_readable_file(tmp_path: Path, make_plan: Make) -> Non
 
 def table_of(plan: Plan) -> dict[str, Any]:
     table = msgspec.to_builtins(plan) | {"prediction": msgspec.to_builtins(PREDICTION)}
-    for field in ("attention", "fp8", "head_groups", "token_piece"):
+    for field in ("attention", "document_length", "fp8", "head_groups", "token_piece"):
         del table["workload"][field]  # None, which TOML cannot express
     del table["network_gb_per_s"]
     return tomllib.loads(tomli_w.dumps(table))
