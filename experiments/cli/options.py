@@ -495,8 +495,8 @@ def add_document_length(parser: argparse.ArgumentParser, default: str = "") -> N
         "--document-length",
         type=whole("--document-length"),
         metavar="N",
-        help="predict attention for rows of several documents with N tokens each: the sum of the"
-        " squared lengths divided by the sum of the lengths (default:"
+        help="predict attention for rows of several documents of N tokens; if their lengths differ,"
+        " the sum of the squared lengths divided by the sum of the lengths (default:"
         f" {default or 'each row is one document, which takes longest'})",
     )
 
@@ -583,6 +583,13 @@ def workload(args: argparse.Namespace, model: ModelSpec, *, quiet: bool = False)
         state=args.state,
         gradients=args.gradients,
     )
+    if work.document_length and not work.documents:
+        raise UserError(
+            "--document-length",
+            found=f"{work.document_length}, and rows that are one text",
+            allowed="rows of several documents, in which attention stays within each",
+            fix="leave --document-length out",
+        )
     if work.attention and (unable := kernel_obstacle(model, work, work.attention)):
         raise UserError(
             "--attention", found=unable.found, allowed=unable.allowed, fix="leave --attention out"

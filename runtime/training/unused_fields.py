@@ -107,6 +107,6 @@ def refuse_unused(
                 raise UserError(
                     f"config: {field}",
                     found=f"{value}, without {need.needed}",
-                    allowed=f"only with {need.needed}, because it has no effect without",
+                    allowed=f"only with {need.needed}, because it has no effect otherwise",
                     fix=f"{need.fix}, or leave it out",
                 )

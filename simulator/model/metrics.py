@@ -7,7 +7,8 @@
 * mfu: (6 x parameters used in matrix products + 3 x forward FLOPs of causal attention per token) x
   tokens/s, divided by the device's peak in the workload's dtype. With fp8 products it is still
   divided by the peak in bf16, to be comparable, and may exceed 1. The embedding lookup is not a
-  matrix product. A tied embedding matrix counts, because the head multiplies with it.
+  matrix product. A tied embedding matrix counts, because the head multiplies with it. Attention
+  counts as it is inside documents of `Workload.document_length`.
 """
 
 from __future__ import annotations
@@ -32,8 +33,7 @@ def mfu(
     model: ModelSpec, workload: Workload, step_seconds: float, peak_tflops: float, gpus: int = 1
 ) -> float:
     """Returns the model FLOPs utilization as a fraction of 1. `peak_tflops` is the dense peak of
-    each of `gpus` devices in the workload's dtype, in 10^12 FLOP/s. Attention is counted inside
-    documents of `Workload.document_length`.
+    each of `gpus` devices in the workload's dtype, in 10^12 FLOP/s.
     """
     length = document_tokens(model, workload) or workload.sequence
     layers = sum(

@@ -106,9 +106,9 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     (`documents_obstacle`). Commands set it to True for all models that can, so pass
     `documents=True` in Python to get the same workload."""
     document_length: int | None = None
-    """The mean length of the document that a token is in, in tokens of its row: the sum of the
-    squared lengths divided by the sum of the lengths. Attention takes less time in short documents,
-    so predictions depend on it, but no bit does. It is used if `documents` is True and the kernel
+    """The length of the documents in a row, in tokens. If the lengths differ, it is the sum of
+    their squares divided by their sum, because the time of attention grows with the squares. Only
+    predictions depend on it, and no bit does. It is used if `documents` is True and the kernel
     receives the lengths. None means that each row is one document."""
     no_dropout: bool = False
     """True if dropout and router noise in the model's config are ignored. If it is False, a model

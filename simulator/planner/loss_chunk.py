@@ -4,14 +4,15 @@ With larger chunks, the head's matrix is read and its gradient summed fewer time
 take more device memory, which leaves less for state and saved activations. The candidates are the
 powers of two from 128 to 16,384 and the whole micro-batch:
 
-1. Begin with 2,048 tokens. Go to the next larger chunk as long as that is faster, and then to the
-   next smaller one as long as that is faster. Few chunks have to be tried, because the step time
-   first falls and then rises as the chunk grows.
+1. Begin with 2,048 tokens. Go to the next larger chunk as long as that is faster by 0.5 %, and then
+   to the next smaller one as long as that is not slower by 0.3 %. Chunks below 1,024 tokens must be
+   faster by 1 %. Few chunks have to be tried, because the step time first falls and then rises as
+   the chunk grows.
 2. The time of a chunk is the step time of the plan from which the search of placements would
    continue (`PlacementSearch.first_ns`). It depends on both the time of the head and its memory.
    For policies that do not place state, it is the step time that their search finds.
-3. If that leads to less than 1,024 tokens, the whole search is made with this chunk and with the
-   next larger one of at least 1,024 tokens, and the faster one is chosen.
+3. If that leads to less than 1,024 tokens, the whole search is made with this chunk and with 1,024
+   tokens, or the whole micro-batch if it is smaller. The faster one is chosen.
 4. If no plan fits with the first chunks, begin with the largest chunk below 1,024 tokens with which
    a plan fits.
 
@@ -20,7 +21,8 @@ derived from these (`costs/calibrated.py`), so another chunk is chosen only if i
 or more, or if no plan fits otherwise. If a calibration does not say what chunk it measured, no time
 can be derived, and the default chunk is kept.
 
-The chosen chunk is not the best in every case, because whole searches are not compared.
+The chosen chunk is not the best in every case, because whole searches are only compared
+in step 3.
 
 With several GPUs, these are the times and the memory of the plans that share the step
 (`shared_step.py`).

@@ -374,7 +374,10 @@ def _choose(
     steps = f"{rows / step_rows:,.1f}".removesuffix(".0")
     print(fitted(f"documents: {described(lengths, asked.seq, cuts=cuts)}"))
     if length := document_tokens(model, options.workload(asked, model, quiet=True)):
-        print(fitted(f"attention is predicted for documents of {length:,} tokens"))
+        line = (
+            f"attention is predicted for documents of {length:,} tokens, the mean over all tokens"
+        )
+        print(fitted(line))
     print(f"{step_rows:,} x {asked.seq:,} tokens a step, {steps} steps an epoch", flush=True)
     return _Choice(workload, rows, step_rows)
 

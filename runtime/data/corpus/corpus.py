@@ -145,8 +145,8 @@ class Corpus:
 
     @property
     def document_length(self) -> int:
-        """The mean length of the part of a document that a token's row has, in tokens: the sum of
-        the squared lengths divided by the sum of the lengths (`Workload.document_length`).
+        """The value for `Workload.document_length`: the sum of the squared lengths divided by the
+        sum of the lengths, rounded. A document that continues in another row counts as two.
         """
         rows = self._rows_of(0)[0]
         lengths = (rows.ends - rows.begins).astype(np.float64)

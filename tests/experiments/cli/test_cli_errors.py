@@ -965,3 +965,18 @@ def test_a_folder_instead_of_a_file_is_refused_with_a_name_that_fits(
 ) -> None:
     with pytest.raises(UserError, match=f"fix: name a file in it, like .*/{name}$"):
         file_arguments.check_replaceable(tmp_path, kind)
+
+
+@pytest.mark.parametrize(
+    "words", [("check",), ("plan", "--out", "x.toml")], ids=lambda each: each[0]
+)
+def test_a_length_of_documents_needs_rows_of_several(words: tuple[str, ...], command: Any) -> None:
+    machine = ("--hardware", "h200", "--batch", 1)
+    options = ("--document-length", 500, "--plain-packing")
+    outcome = command(words[0], "qwen2.5-0.5b", *machine, *options, *words[1:])
+    assert outcome.status == 2
+    assert outcome.err == (
+        "megatrain: --document-length: found 500, and rows that are one text; allowed: rows of"
+        " several documents, in which attention stays within each; fix: leave --document-length"
+        " out\n"
+    )

@@ -182,7 +182,7 @@ def test_attention_is_predicted_for_the_documents_of_the_data(
     outcome = command(*words, *asked, *options)
     assert (outcome.status, outcome.err) == (0, "")
     assert Plan.load(Path("run/plan.toml")).workload.document_length == length
-    said = f"\nattention is predicted for documents of {length} tokens\n" in outcome.out
+    said = f"\nattention is predicted for documents of {length} tokens, the mean" in outcome.out
     assert said == bool(length)
 
 

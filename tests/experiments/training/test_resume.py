@@ -520,7 +520,7 @@ def test_options_without_effect_are_refused_unless_the_run_has_them(command: Com
         (
             ("--evaluate-every", 2),
             "--evaluate-every: found 2, without evaluation data; allowed: only with evaluation"
-            " data, because it has no effect without; fix: keep a part of the data with"
+            " data, because it has no effect otherwise; fix: keep a part of the data with"
             " evaluation_fraction, or name evaluation_data, or leave it out",
         ),
         (
