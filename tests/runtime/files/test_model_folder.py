@@ -294,8 +294,9 @@ def test_a_local_folder_is_used_as_it_is(saved: tuple[Plan, Path]) -> None:
 
 @pytest.mark.parametrize("source", ["nowhere", "/nowhere/at/all", "a/b/c", "../x", "org/na me", ""])
 def test_what_is_neither_a_folder_nor_a_hub_name_is_refused_without_asking(
-    source: str, monkeypatch: pytest.MonkeyPatch
+    source: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
         huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("the hub was asked")
     )
