@@ -84,6 +84,9 @@ _LAYERS = 3
 _COMPUTE_SECONDS = 1.0
 """The duration of the layers' compute in a step that times it on a GPU, in seconds. After a pause
 of a few ms, the layers of an H200 were a tenth faster for 20 ms."""
+_HEAD_SECONDS = 0.25
+"""The same in a step that times the head with another loss chunk. The host calls the head's
+functions while the GPU computes the layers before it, as in a whole model."""
 _MOST_LAYERS = 16
 """The maximum number of decoder layers in such a step. They share the memory of two layers, except
 their inputs."""
@@ -146,6 +149,9 @@ class _Bench:
         self.process_growth: list[int] = []
         """For each run of the CPU optimizer, the bytes that the process allocated outside of its
         pools."""
+        self._before_head: dict[str, int] = {}
+        """Shapes of a model and a workload -> number of decoder layers in a step that times the
+        head."""
 
     def plan(
         self, policy: str, model: ModelSpec, workload: Workload, placement: Placement | None = None
@@ -175,6 +181,7 @@ class _Bench:
         evaluates: bool = False,
         seconds: float | None = None,
         compute_only: bool = False,
+        watches: bool = True,
     ) -> StepProfile:
         """Runs steps of `plan`, and collects the durations of the ops of `kinds`. A window of the
         CPU optimizer follows.
@@ -187,6 +194,7 @@ class _Bench:
             evaluates: whether the loss op of an evaluation is collected, too.
             seconds: the least duration of the steps after the warm-up, or None for 1.5 s.
             compute_only: whether only the compute ops run.
+            watches: whether one more step measures device memory.
 
         Raises UserError if the plan does not fit.
         """
@@ -201,7 +209,7 @@ class _Bench:
             schedule=schedule,
             host_memory=self.memory,
             evaluates=evaluates,
-            watches=not compute_only,
+            watches=watches,
             compute_only=compute_only,
         )
         for op in profile.schedule.ops:
@@ -281,7 +289,9 @@ class _Bench:
 
         `profile` has the durations of a few layers.
         """
-        for count in (_layers_to_time(profile), _LAYERS):
+        shape = f"{subject.model.shape}/{workload.shape}"
+        self._before_head[shape] = _layers_to_time(profile, _HEAD_SECONDS, 1)
+        for count in (_layers_to_time(profile, _COMPUTE_SECONDS, _LAYERS), _LAYERS):
             model = subject.model.shortest(count)
             with contextlib.suppress(UserError):
                 self._compute(subject, model, workload, COMPUTE_KINDS)
@@ -301,7 +311,7 @@ class _Bench:
         """
         policy = "double_buffer" if self._cuda else "sequential"
         plan = self.plan(policy, model, workload, placement)
-        self.run(subject, plan, kinds, compute_only=self._cuda)
+        self.run(subject, plan, kinds, compute_only=self._cuda, watches=not self._cuda)
 
     def heads(
         self, subject: Subject, works: Sequence[Workload], points: Sequence[GridPoint | None]
@@ -326,15 +336,18 @@ class _Bench:
         if not fitting:
             return {}
         work = max(fitting, key=lambda work: work.tokens)
-        small, rows = subject.model.shortest(1), list[tuple[int, int, int]]()
+        policy = "double_buffer" if self._cuda else "sequential"
+        most = self._before_head.get(f"{shape}/{work.shape}", 1)
+        rows = list[tuple[int, int, int]]()
         for chunk in _LOSS_CHUNKS:
             if chunk == work.loss_chunk or max(chunk, work.loss_chunk) >= work.tokens:
                 continue
             self.progress(f"the head with loss chunks of {chunk:,} tokens")
             changed = msgspec.structs.replace(work, loss_chunk=chunk)
-            for policy in ("resident", "double_buffer") if self._cuda else ("sequential",):
+            for count in dict.fromkeys((most, 1)):
+                plan = self.plan(policy, subject.model.shortest(count), changed)
                 with contextlib.suppress(UserError):
-                    profile = self.run(subject, self.plan(policy, small, changed), (), seconds=0)
+                    profile = self.run(subject, plan, (), seconds=0, compute_only=self._cuda)
                     spans = [
                         span.duration_ns
                         for timeline in profile.timelines
@@ -656,16 +669,16 @@ def _measure_optimizer(bench: _Bench, subject: Subject, workload: Workload) -> N
                 raise
 
 
-def _layers_to_time(profile: StepProfile) -> int:
-    """Returns the number of decoder layers whose compute takes about `_COMPUTE_SECONDS` in a step,
-    from `_LAYERS` to `_MOST_LAYERS`. `profile` has the durations of a few layers.
+def _layers_to_time(profile: StepProfile, seconds: float, least: int) -> int:
+    """Returns the number of decoder layers whose compute takes about `seconds` in a step, from
+    `least` to `_MOST_LAYERS`. `profile` has the durations of a few layers.
     """
     durations = defaultdict[str, int](int)
     for span in profile.timelines[-1].spans:
         if span.kind in ("forward", "recompute", "backward"):
             durations[profile.schedule.by_id[span.op].layer] += span.duration_ns
-    wanted = round(_COMPUTE_SECONDS * 1e9 / statistics.fmean(durations.values()))
-    return min(max(wanted, _LAYERS), _MOST_LAYERS)
+    wanted = round(seconds * 1e9 / statistics.fmean(durations.values()))
+    return min(max(wanted, least), _MOST_LAYERS)
 
 
 def _attention_to_save(model: ModelSpec, workload: Workload) -> list[str]:
