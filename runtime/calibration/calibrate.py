@@ -50,6 +50,7 @@ from megatrain.runtime.calibration.timing import rounded
 from megatrain.runtime.execution.executor import lane_threads
 from megatrain.runtime.execution.preflight import preflight
 from megatrain.runtime.host import WITHOUT_GPU, usable_host_bytes
+from megatrain.runtime.layers.lengths import takes_lengths
 from megatrain.runtime.memory.arenas import TORCH_DTYPE
 from megatrain.runtime.memory.process_memory import growth
 from megatrain.runtime.memory.reusable_pinned_pool import ReusablePinnedPool
@@ -467,6 +468,13 @@ def calibrate(
         for other in others:
             shape = attention_shape(other.model, workload)
             attention[shape] = attention_curve(other.model, workload, device)
+        packed = msgspec.structs.replace(
+            workload, documents=True, attention="flash4" if used == "flash4" else None
+        )
+        for measured in (subject, *others):
+            if takes_lengths(measured.model, packed, device):
+                shape = attention_shape(measured.model, packed)
+                attention[shape] = attention_curve(measured.model, packed, device)
         progress("copies and rates")
         rates = measure_rates(
             small, workload, config, device, lane_threads(device), chunks.in_turn()

@@ -216,7 +216,7 @@ class FunctionalLayers:
         self._positions: dict[int, torch.Tensor] = {}
         """The distance of each token from the start of its document, for each micro-batch with
         documents."""
-        self._document_counts: dict[int, dict[str, int] | None] = {}
+        self._document_counts: dict[int, dict[str, lengths.Room] | None] = {}
         """Results of `lengths.room` by micro-batch and attention type. A micro-batch has None if
         each of its rows is one document."""
         self._causal_arguments: list[Arguments] = []
@@ -330,7 +330,7 @@ class FunctionalLayers:
             for kind in sorted(kinds)
         }
 
-    def _count_documents(self, documents: torch.Tensor) -> dict[str, int]:
+    def _count_documents(self, documents: torch.Tensor) -> dict[str, lengths.Room]:
         """Returns the result of `lengths.room` for each attention type that uses lengths."""
         return {
             kind: lengths.room(parts)

@@ -63,6 +63,7 @@ from megatrain.simulator.model.attention_masks import document_attention, docume
 from megatrain.simulator.model.families import UNFUSED_ATTENTION
 from megatrain.simulator.model.layer import DTYPE_BYTES
 from megatrain.simulator.model.op_work import (
+    LENGTHS,
     Work,
     attention_shape,
     computed_pairs,
@@ -510,16 +511,31 @@ def _work_of(op: Op) -> str:
     return "forward" if op.kind == "recompute" and computes_output(op.shape) else op.kind
 
 
+def attention_points(
+    table: CostTable | None, model: ModelSpec, workload: Workload
+) -> tuple[tuple[int, int, int], ...]:
+    """Returns the points (S, forward_ns, backward_ns) of `table` for the attention kernel of
+    `workload`. There are none if it was not measured.
+    """
+    if table is None:
+        return ()
+    shape = attention_shape(model, workload)
+    return table.attention.get(shape) or table.attention.get(shape.removesuffix(LENGTHS), ())
+
+
 def measured_row(
     table: CostTable | None, model: ModelSpec, workload: Workload
 ) -> tuple[float, float] | None:
     """Returns the forward and backward times in ns of the model's attention kernel on one causal
     row of `workload.sequence` tokens, or None if the kernel was not measured at two lengths.
 
+    A kernel that receives lengths has the times of the same kernel on rows if it was measured only
+    there.
+
     The time divided by the sequence length S is linear in S (`interpolation.py`), between the
     measured lengths and beyond them.
     """
-    points = table.attention.get(attention_shape(model, workload), ()) if table else ()
+    points = attention_points(table, model, workload)
     if len(points) < 2:
         return None
     picoseconds = (

@@ -5,12 +5,19 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from megatrain.simulator.model.attention_masks import is_masked, layer_writes_scores
+from megatrain.simulator.model.attention_masks import (
+    document_attention,
+    is_masked,
+    layer_writes_scores,
+)
 from megatrain.simulator.model.families import Part
 from megatrain.simulator.model.layer import DTYPE_BYTES
 from megatrain.simulator.model.layer_memory import TILE, elements_of, rebuilt_bytes
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
+
+LENGTHS = "-lengths"
+"""The end of an `attention_shape` whose kernel receives the lengths of documents."""
 
 _PASSES = {"forward": 1, "recompute": 1, "backward": 2}
 
@@ -122,12 +129,13 @@ def _attention_flops(part: Part, tokens: int, sequence: int) -> int:
 def attention_shape(model: ModelSpec, workload: Workload) -> str:
     """Returns a key of everything that the duration of a full attention kernel depends on,
     except the sequence length: `HEADSxKEY_HEADSxSIZE-DTYPE`, followed by `-KERNEL` if the
-    kernel is not PyTorch's choice (`Workload.kernel`).
+    kernel is not PyTorch's choice (`Workload.kernel`), and by `-lengths` if it receives the lengths
+    of documents.
     """
-    kernel = workload.kernel
-    return "-".join(
-        ["x".join(map(str, model.heads)), workload.dtype, *([kernel] if kernel else [])]
-    )
+    kernel = f"-{workload.kernel}" if workload.kernel else ""
+    receives = workload.documents and document_attention(model, workload) == "lengths"
+    heads = "x".join(map(str, model.heads))
+    return f"{heads}-{workload.dtype}{kernel}{LENGTHS if receives else ''}"
 
 
 def share_of_row(model: ModelSpec, layer: str, workload: Workload) -> float:

@@ -20,7 +20,7 @@ from megatrain.simulator import policies as policy_library
 from megatrain.simulator.base.units import format_bytes
 from megatrain.simulator.costs import Calibrated, CostModel, cost_model, costs_of
 from megatrain.simulator.costs.adjusted import WithinSpread
-from megatrain.simulator.costs.datasheet import Datasheet
+from megatrain.simulator.costs.datasheet import Datasheet, attention_points
 from megatrain.simulator.costs.several_gpus import OneOfSeveral, has_own_memory
 from megatrain.simulator.engine.discrete_event import play
 from megatrain.simulator.engine.evaluator import uncontended_makespan_ns
@@ -36,7 +36,7 @@ from megatrain.simulator.model.attention_masks import (
 from megatrain.simulator.model.families import UNFUSED_ATTENTION
 from megatrain.simulator.model.layer import EAGER_MIXERS
 from megatrain.simulator.model.metrics import mfu, tflops_6n, tokens_per_second
-from megatrain.simulator.model.op_work import attention_shape, fp8_share
+from megatrain.simulator.model.op_work import fp8_share
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import FP8_MULTIPLE, LEAST_PIECE, LONG_SEQUENCE, Workload
 from megatrain.simulator.planner.assessment import (
@@ -668,8 +668,7 @@ def _attention_ns(hardware: HardwareSpec, plan: Plan, sizes: Sizes, costs: CostM
     tokens and more, and the time of a shorter row on a CPU can come out longer than its layer. So
     shorter rows have no time, and neither has a kernel that takes longer than its layers.
     """
-    shape = attention_shape(plan.model, plan.workload)
-    points = hardware.costs.attention.get(shape, ()) if hardware.costs else ()
+    points = attention_points(hardware.costs, plan.model, plan.workload)
     if points and plan.workload.sequence < points[0][0]:
         return 0.0
     sheet, counts = Datasheet(hardware, plan.model, plan.workload), Counter(sizes.which)

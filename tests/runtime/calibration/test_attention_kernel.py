@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import reference_lengths
 import torch
 from torch.nn.attention import SDPBackend
 from whole_models import model_of
@@ -17,6 +18,7 @@ from megatrain.runtime.calibration.attention_kernel import (
     attention_curves,
     attention_rate,
 )
+from megatrain.runtime.layers import lengths
 from megatrain.simulator.hardware.machine import AttentionRate
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
@@ -80,6 +82,30 @@ def test_attention_is_timed_as_layers_run_it(monkeypatch: pytest.MonkeyPatch) ->
     assert heads > pairs
     assert len(attention_curve(model, work, torch.device("cpu"))) == 1
     assert seen[0] == {"is_causal": True, "enable_gqa": True, "heads": [heads, pairs, pairs]}
+
+
+def test_rows_with_documents_are_timed_with_the_kernel_that_receives_lengths(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reference_lengths.install(monkeypatch)
+    seen: list[tuple[list[int], int]] = []
+    attend = lengths.attend_within
+
+    def recorded(documents: lengths.LengthBounds, *given: Any, **options: Any) -> torch.Tensor:
+        seen.append((documents.starts.tolist(), len(documents.extent)))
+        return attend(documents, *given, **options)
+
+    monkeypatch.setattr(lengths, "attend_within", recorded)
+    monkeypatch.setitem(attention_kernel._TOKENS, "cpu", 48)
+    model, cpu = model_of("qwen2"), torch.device("cpu")
+    work = Workload(batch=1, sequence=64, documents=True)
+    forward, backward = attention_kernel._row(model, work, cpu, 16)
+    assert forward > 0
+    assert backward > 0
+    assert seen[0] == ([0, 16, 32, 48], 16)
+    count = len(seen)
+    attention_kernel._row(model, msgspec.structs.replace(work, documents=False), cpu, 16)
+    assert len(seen) == count
 
 
 def test_two_rows_are_enough_for_a_rate() -> None:

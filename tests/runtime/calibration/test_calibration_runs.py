@@ -432,6 +432,22 @@ def test_rows_with_documents_have_the_attention_curve_of_this_device(
     assert found.costs.attention[attention_shape(calibration.plan.model, work)]
 
 
+@pytest.mark.parametrize("documents", [False, True])
+def test_a_gpu_has_the_curve_of_the_kernel_that_receives_lengths(
+    calibration: Calibration, monkeypatch: pytest.MonkeyPatch, documents: bool
+) -> None:
+    """One calibration serves rows of one document and packed rows."""
+    rows, packed = ((512, 1, 1), (2048, 4, 4)), ((512, 2, 2), (2048, 6, 6))
+    monkeypatch.setattr(module, "takes_lengths", lambda *_: True)
+    monkeypatch.setattr(module, "attention_curve", lambda *_: packed)
+    monkeypatch.setattr(module, "attention_curves", lambda *_: {None: rows, "flash": rows})
+    model = calibration.plan.model
+    work = msgspec.structs.replace(calibration.plan.workload, dtype="bf16", documents=documents)
+    curves = calibration.run(workload=work).costs.attention
+    assert curves[attention_shape(model, msgspec.structs.replace(work, documents=True))] == packed
+    assert curves[attention_shape(model, msgspec.structs.replace(work, documents=False))] == rows
+
+
 def test_a_rate_of_one_kernel_is_not_stored_without_that_of_the_usual_one(
     calibration: Calibration, monkeypatch: pytest.MonkeyPatch
 ) -> None:

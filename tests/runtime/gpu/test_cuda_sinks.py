@@ -80,7 +80,7 @@ def test_the_kernel_computes_a_softmax_with_a_column_of_sinks(
     wide = [tensor.double().requires_grad_() for tensor in inputs]
     exact = written_out(*wide, seen)
     right = [exact.detach(), *torch.autograd.grad(exact, wide, gradient.double())]
-    bounds, results = LengthBounds(starts, LENGTH, window), list[torch.Tensor]()
+    bounds, results = LengthBounds(starts, torch.empty(LENGTH, 0), window), list[torch.Tensor]()
     found = computed(inputs, gradient, bounds, kernel, results=results)
     kept = Attention(*(tensor.detach() for tensor in results))
     assert kept.log_sum_exp.shape == (batch, HEADS, LENGTH)
@@ -102,7 +102,7 @@ def test_gradients_have_the_same_bits_in_deterministic_mode(kernel: Any) -> None
     starts = torch.tensor([0, 512, 1024], dtype=torch.int32, device="cuda")
     for window in (0, 128):
         results: list[torch.Tensor] = []
-        bounds = LengthBounds(starts, LENGTH, window)
+        bounds = LengthBounds(starts, torch.empty(LENGTH, 0), window)
         first = computed(inputs, gradient, bounds, kernel, results=results)
         kept = Attention(*(tensor.detach() for tensor in results))
         for again in (
@@ -130,7 +130,7 @@ def test_the_scores_of_a_long_row_are_not_written_out() -> None:
         query,
         key,
         value,
-        LengthBounds(starts, length, 128),
+        LengthBounds(starts, torch.empty(length, 0), 128),
         kernel="flash",
         s_aux=sinks,
     )

@@ -174,7 +174,11 @@ def test_without_a_factor_scores_are_divided_by_the_root_of_the_head_size(
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(2, 2, 5, 16, generator=generator) for _ in range(3))
     module = torch.nn.Module()
-    mask = lengths.bounds(torch.zeros(2, 5, dtype=torch.int64), 2) if way == "lengths" else None
+    mask = (
+        lengths.bounds(torch.zeros(2, 5, dtype=torch.int64), lengths.Room(2, 5))
+        if way == "lengths"
+        else None
+    )
     found, divided, doubled = (
         attention.attend(module, query, key, value, mask, scaling=scaling, kernel="cpu")[0]
         for scaling in (None, 0.25, 0.5)

@@ -398,8 +398,8 @@ def test_bounds_are_the_starts_of_documents_and_the_rest_is_empty(
 
     Documents are numbered from 0 in each row, and the last of a row may be padding.
     """
-    longest = max(map(sum, rows))
-    filled = [[*row, longest - sum(row)] if sum(row) < longest else row for row in rows]
+    sequence = max(map(sum, rows))
+    filled = [[*row, sequence - sum(row)] if sum(row) < sequence else row for row in rows]
     numbers = [
         torch.cat([torch.full((length,), number) for number, length in enumerate(row)])
         for row in filled
@@ -407,13 +407,16 @@ def test_bounds_are_the_starts_of_documents_and_the_rest_is_empty(
     if data.draw(st.booleans()):
         numbers = [torch.where(row == row[-1], -1, row) for row in numbers]
     documents, count = torch.stack(numbers), sum(map(len, filled))
-    places = lengths.room(documents)
+    places, most = room = lengths.room(documents)
     assert count <= places < max(2 * count, len(rows) + 1)
     assert places % len(rows) == 0
-    found = lengths.bounds(documents, places)
+    longest = max(length for row in filled for length in row)
+    assert longest <= most <= min(max(2 * longest - 1, 2), sequence)
+    assert most == sequence or most & (most - 1) == 0, "there are few different values"
+    found = lengths.bounds(documents, room)
     starts = [0, *torch.tensor([length for row in filled for length in row]).cumsum(0).tolist()]
     assert found.starts.tolist() == starts + [documents.numel()] * (places - count)
-    assert (found.starts.dtype, found.longest) == (torch.int32, longest)
+    assert (found.starts.dtype, found.extent.shape) == (torch.int32, (most, 0))
 
 
 @pytest.mark.parametrize("family", DOCUMENTED)

@@ -440,10 +440,10 @@ def test_the_attention_of_a_window_is_a_share_of_the_measured_row() -> None:
     work = Workload(batch=2, sequence=4096)
     assert share_of_row(model, "0", work) == 2
     assert attention_shape(model, work) == "16x2x128-bf16"
-    assert (
-        attention_shape(model, msgspec.structs.replace(work, documents=True))
-        == "16x2x128-bf16-flash"
-    )
+    packed = msgspec.structs.replace(work, documents=True)
+    assert attention_shape(model, packed) == "16x2x128-bf16-flash-lengths"
+    masked = msgspec.structs.replace(packed, dtype="fp32")
+    assert attention_shape(model, masked) == "16x2x128-fp32-flash"
     windowed = ModelSpec.load("gpt-oss-20b")
     shares = sorted({share_of_row(windowed, layer.name, work) for layer in windowed.decoders})
     assert shares == pytest.approx([2 * 128 * (2 * 4096 - 128) / 4096**2, 2], rel=1e-6)

@@ -12,6 +12,7 @@ from megatrain.simulator.costs import cost_model
 from megatrain.simulator.costs.datasheet import Datasheet
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.metrics import mfu
+from megatrain.simulator.model.op_work import attention_shape
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.policies import lower
@@ -69,6 +70,24 @@ def test_a_measured_time_loses_the_attention_between_documents() -> None:
         else:
             assert rows[op.id] - documents[op.id] == pytest.approx(whole - less, rel=0.01)
     assert kept == 1
+
+
+def test_the_kernel_that_receives_lengths_has_times_of_its_own() -> None:
+    """A calibration without them has the times of the same kernel on rows."""
+    costs = CALIBRATED.costs
+    assert costs
+    shape = attention_shape(MODEL, ROWS)
+    assert shape.endswith("-flash-lengths")
+    dense = {shape.removesuffix("-lengths"): ((512, 10_000, 20_000), (8192, 900_000, 2_000_000))}
+    own = {shape: ((512, 20_000, 60_000), (8192, 1_800_000, 6_000_000))}
+
+    def attention(curves: Any) -> list[float]:
+        table = msgspec.structs.replace(costs, attention=curves)
+        sheet = Datasheet(msgspec.structs.replace(CALIBRATED, costs=table), MODEL, ROWS)
+        return [sheet.attention_ns(kind, "0") for kind in ("forward", "backward")]
+
+    assert attention(dense) == pytest.approx([2 * 900_000, 2 * 2_000_000], rel=1e-5)
+    assert attention(dense | own) == pytest.approx([4 * 900_000, 6 * 2_000_000], rel=1e-5)
 
 
 @pytest.mark.parametrize("hardware", [LIBRARY, CALIBRATED], ids=["library", "calibrated"])
