@@ -32,6 +32,7 @@ from megatrain.runtime.memory.fitting import little_memory_note, refuse_what_doe
 from megatrain.runtime.memory.process_memory import host_peak_bytes
 from megatrain.runtime.optimizer.settings import AdamW
 from megatrain.simulator.hardware.machine import is_calibrated
+from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.schedule.plan import Plan
 
 
@@ -78,9 +79,11 @@ def measure(
         else:
             executor.state.load(weights)
 
+        documents = _documents(plan.workload)
+
         def step(number: int) -> Reading:
             batches = [
-                Batch(ids, labels)
+                Batch(ids, labels, documents)
                 for ids, labels in random_tokens(plan.model.vocabulary, plan.workload, number)
             ]
             result = executor.step(batches, rate=RATE, number=number)
@@ -109,3 +112,13 @@ def measure(
             device_peak_bytes=peak,
             host_peak_bytes=host_peak_bytes(),
         )
+
+
+def _documents(work: Workload) -> torch.Tensor | None:
+    """Returns the document numbers of a micro-batch, [batch, sequence] int64, or None if its rows
+    have no documents. Each document has the length of the prediction, or that of the row.
+    """
+    if not work.documents:
+        return None
+    numbers = torch.arange(work.sequence) // (work.document_length or work.sequence)
+    return numbers.expand(work.batch, -1)

@@ -83,6 +83,7 @@ from megatrain.runtime.training.unused_fields import refuse_unused
 from megatrain.runtime.warm_up import WARM_UP_STEPS
 from megatrain.simulator.base.errors import RunError, UserError
 from megatrain.simulator.hardware.machine import is_calibrated
+from megatrain.simulator.model.attention_masks import document_tokens
 from megatrain.simulator.schedule import Schedule
 from megatrain.simulator.schedule.arithmetic import own_micro_batches
 from megatrain.simulator.schedule.plan import Plan
@@ -585,6 +586,7 @@ class Trainer(TrainingRun):
             held_out = opened[1] if held_out is None else held_out
         elif hasattr(data, "packing"):  # a Corpus
             refuse_packing(data.packing, self.plan)
+        self._measure_documents(data)
         self._count_epochs(data)
         self._notes += learning_rate_notes(self.config)
         self._settings = settings_of(self.config, data)
@@ -592,6 +594,24 @@ class Trainer(TrainingRun):
         if held_out is not None and (note := best_checkpoints_note(self.config)):
             self._notes.append(note)
         return data, held_out
+
+    def _measure_documents(self, data: BatchSource) -> None:
+        """Sets the length of documents in the plan, if it has none and the data knows it.
+
+        No bit depends on it, but the step time does. The plan's prediction, which is for rows of
+        one document, is then removed.
+        """
+        work, length = self.plan.workload, getattr(data, "document_length", None)
+        if length is None or not work.documents or work.document_length is not None:
+            return
+        work = msgspec.structs.replace(work, document_length=length)
+        if tokens := document_tokens(self.plan.model, work):
+            self.plan = msgspec.structs.replace(self.plan, workload=work, prediction=None)
+            self._notes.append(
+                f"the plan is for rows of one document, and the data has documents of {tokens:,}"
+                " tokens, the mean over all tokens; steps are compared with a prediction for these,"
+                f" which `megatrain plan --document-length {tokens}` makes beforehand"
+            )
 
     def _count_epochs(self, data: BatchSource) -> None:
         """Replaces epochs by steps in the config, and notes how many steps an epoch has.

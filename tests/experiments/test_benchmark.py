@@ -25,6 +25,7 @@ from megatrain.experiments import benchmark
 from megatrain.experiments.baselines import fsdp2, zero3
 from megatrain.experiments.benchmarks import batches, child, own
 from megatrain.experiments.benchmarks.steps import Parts, Reading, WorkStep
+from megatrain.runtime.layers.documents import begins
 from megatrain.runtime.memory.fitting import LOADING_BYTES
 from megatrain.runtime.memory.process_memory import host_peak_bytes
 from megatrain.simulator.hardware.cost_table import COMPUTE_KINDS
@@ -172,6 +173,30 @@ def test_ours_times_the_steps_of_the_executor(make_plan: Callable[..., Plan]) ->
     first, second = (own.measure("ours", plan, 2, torch.device("cpu")) for _ in range(2))
     assert [step.loss for step in first.steps] == [step.loss for step in second.steps]
     assert len({step.loss for step in first.steps}) == 2  # every step has different tokens
+
+
+@pytest.mark.parametrize(("length", "firsts"), [(None, [0]), (6, [0, 6, 12])])
+def test_ours_trains_documents_of_the_predicted_length(
+    make_plan: Callable[..., Plan],
+    monkeypatch: pytest.MonkeyPatch,
+    length: int | None,
+    firsts: list[int],
+) -> None:
+    plan = make_plan("double_buffer", dtype="fp32", documents=True)
+    work = msgspec.structs.replace(plan.workload, document_length=length)
+    plan = msgspec.structs.replace(plan, workload=work, digest=lower(plan).digest)
+    seen: list[Any] = []
+    step = own.Executor.step
+
+    def recorded(self: Any, batches: Any, **options: Any) -> Any:
+        seen.extend(batches)
+        return step(self, batches, **options)
+
+    monkeypatch.setattr(own.Executor, "step", recorded)
+    own.measure("ours", plan, 1, torch.device("cpu"))
+    for batch in seen:
+        for row in begins(batch.documents):
+            assert row.nonzero().flatten().tolist() == firsts
 
 
 @pytest.mark.nightly  # a process of its own, which imports torch

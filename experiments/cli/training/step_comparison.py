@@ -24,6 +24,7 @@ from megatrain.simulator.compare.error_table import signed_percent
 from megatrain.simulator.costs import costs_of
 from megatrain.simulator.engine.discrete_event import simulate
 from megatrain.simulator.hardware.machine import is_calibrated
+from megatrain.simulator.planner.assessment import step_seconds
 from megatrain.simulator.schedule import Schedule
 from megatrain.simulator.verdict.verdict import step_range
 
@@ -153,11 +154,14 @@ class RangeWatch(Callback):
 def _predicted_range(trainer: TrainingRun) -> tuple[float, float] | None:
     """Returns the range of the step time in seconds, or None if it is not known."""
     plan = trainer.plan
-    if plan.prediction is None:
-        return None
     try:
         hardware = hardware_of(trainer.origin / "plan.toml", plan.hardware)
-        low, high = step_range(plan, plan.prediction.step_seconds, hardware)
+        seconds = (
+            plan.prediction.step_seconds
+            if plan.prediction
+            else step_seconds(trainer.executor.schedule, costs_of(plan, hardware))
+        )
+        low, high = step_range(plan, seconds, hardware)
     except UserError:  # a missing or damaged hardware file must not stop the training
         return None
     return None if low is None or high is None else (low, high)

@@ -146,11 +146,19 @@ class Corpus:
     @property
     def document_length(self) -> int:
         """The value for `Workload.document_length`: the sum of the squared lengths divided by the
-        sum of the lengths, rounded. A document that continues in another row counts as two.
+        sum of the lengths, rounded.
+
+        A document that continues in another row counts as two, and the padding of a row as one,
+        because it attends to itself. Without documents, a row attends as a whole.
         """
+        sequence = self._work.sequence
+        if not self.documents:
+            return sequence
         rows = self._rows_of(0)[0]
         lengths = (rows.ends - rows.begins).astype(np.float64)
-        return max(round(float((lengths**2).sum() / lengths.sum())), 1)
+        padding = sequence - np.add.reduceat(lengths, rows.firsts[:-1])
+        squares = (lengths**2).sum() + (padding**2).sum()
+        return max(round(float(squares / (len(rows) * sequence))), 1)
 
     def step(self, number: int) -> list[Batch]:
         """Returns the micro-batches of step `number`, counted from 1. Steps may be requested in any

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from megatrain.runtime.batch import IGNORED, Batch
 from megatrain.runtime.data.corpus.corpus import Corpus
 from megatrain.runtime.data.documents import TARGET, Documents
+from megatrain.runtime.data.options import Packing
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.model.workload import Workload
 
@@ -204,19 +205,22 @@ def test_batches_are_as_the_workload_says() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lengths", "whole", "expected"),
+    ("lengths", "whole", "packing", "expected"),
     [
-        ([8, 8, 8], True, 8),
-        ([2, 6, 2, 6], True, 5),  # (4 + 36) / 8
-        ([20], True, 8),  # cut at the sequence
-        ([12, 4], False, 6),  # 8, then 4 and 4: (64 + 16 + 16) / 16
+        ([8, 8, 8], True, "documents", 8),
+        ([2, 6, 2, 6], True, "documents", 5),  # (4 + 36) / 8
+        ([20], True, "documents", 8),  # cut at the sequence
+        ([12, 4], False, "documents", 6),  # 8, then 4 and 4: (64 + 16 + 16) / 16
+        ([6, 5], True, "documents", 5),  # padding of 2 and 3: (36 + 4 + 25 + 9) / 16
+        ([2, 6], True, "none", 5),  # padding of 6 and 2: (4 + 36 + 36 + 4) / 16
+        ([2, 7, 8], False, "plain", 8),  # a row attends as a whole
     ],
 )
-def test_the_length_of_documents_is_the_mean_over_their_tokens(
-    lengths: list[int], whole: bool, expected: int
+def test_the_length_of_documents_is_the_mean_over_all_tokens_of_rows(
+    lengths: list[int], whole: bool, packing: Packing, expected: int
 ) -> None:
     work = Workload(batch=1, sequence=8)
-    corpus = Corpus(documents_of(lengths, whole=whole), work, seed=None)
+    corpus = Corpus(documents_of(lengths, whole=whole), work, seed=None, packing=packing)
     assert corpus.document_length == expected
 
 

@@ -17,9 +17,13 @@ from megatrain.runtime.training.config import Config, EvaluationSettings, Saving
 from megatrain.runtime.training.learning_rate import LearningRate
 from megatrain.runtime.training.trainer import Trainer
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.schedule.plan import Plan
+from megatrain.simulator.policies import lower
+from megatrain.simulator.schedule.plan import Plan, Prediction
 
 CPU = torch.device("cpu")
+
+
+NOTHING = Saving(every_minutes=0)
 
 
 def gone(_: object) -> None:
@@ -34,6 +38,7 @@ class Drawn:
     ) -> None:
         self.work, self.vocabulary = plan.workload, plan.model.vocabulary
         self.failing, self.spoil = failing, spoil
+        self.document_length: int | None = None
 
     def step(self, number: int) -> list[Batch]:
         batches = [self.batch(100 * number + micro) for micro in range(self.work.accumulation)]
@@ -340,3 +345,30 @@ def test_a_learning_rate_schedule_of_one_s_own_is_refused() -> None:
                 r" .* fix: pass schedule=LearningRate\(",
             ):
                 Config(training=training, schedule=schedule)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("planned", "expected"), [(None, 5), (7, 7)])
+def test_steps_are_compared_with_a_prediction_for_the_documents_of_the_data(
+    place: Path, planned: int | None, expected: int
+) -> None:
+    """A plan without a length of documents is for rows of one. Its prediction no longer holds."""
+    plan = Plan.load(place / "plan.toml")
+    work = msgspec.structs.replace(
+        plan.workload, dtype="bf16", documents=True, document_length=planned
+    )
+    prediction = Prediction(
+        step_seconds=1, lower_bound_seconds=1, device_peak_bytes=1, host_peak_bytes=1, binding="cpu"
+    )
+    plan = msgspec.structs.replace(plan, workload=work, prediction=prediction)
+    plan = msgspec.structs.replace(plan, digest=lower(plan).digest)
+    data, said = Drawn(plan), list[str]()
+    data.document_length = 5
+    options = Config(training=TrainingSettings(steps=2, init="random"), saving=NOTHING)
+    trainer = Trainer(plan, data=data, config=options, device=CPU, progress=False)
+    trainer.note = said.append
+    trainer.fit()
+    assert trainer.plan.workload.document_length == expected
+    assert (trainer.plan.prediction is None) == (planned is None)
+    noted = [note for note in said if "documents of 5 tokens" in note]
+    assert len(noted) == (planned is None)
+    assert all("`megatrain plan --document-length 5`" in note for note in noted)
