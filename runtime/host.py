@@ -6,6 +6,7 @@ import os
 import platform
 from pathlib import Path
 
+from megatrain.runtime import control_groups
 from megatrain.simulator.base.errors import UserError
 
 _SYSTEM_BYTES = 2**31
@@ -16,13 +17,19 @@ WITHOUT_GPU = "without a GPU, a part of the RAM stands in for GPU memory"
 
 
 def cores() -> int:
-    """Returns the number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Returns the number of CPU cores that this process may use: those that it may run on, or fewer
+    if its control group has less processor time.
+    """
+    count = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        count = len(os.sched_getaffinity(0))
+    limit = control_groups.processor_limit()
+    return count if limit is None else max(min(count, int(limit)), 1)
 
 
 def host_bytes() -> int:
     """Returns the host memory in bytes that this process may use: the memory of the machine, or the
-    limit of the process' control group if the limit is lower.
+    limit of the process' control groups if the limit is lower.
 
     The result is too low on a virtual machine that gets its memory only when it uses it. Pass
     `--host-memory` there.
@@ -30,11 +37,8 @@ def host_bytes() -> int:
     import psutil  # takes 20 ms, and commands about other machines do not need it
 
     total = psutil.virtual_memory().total
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        return min(total, int(limit)) if limit.isdigit() else total
-    except OSError:
-        return total
+    limit = control_groups.memory_limit()
+    return total if limit is None else min(total, limit)
 
 
 def usable_host_bytes() -> int:

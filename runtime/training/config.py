@@ -69,7 +69,7 @@ class TrainingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         Meta(
             description=(
                 "use only deterministic kernels: a repeated run then gives the same bits; slower"
-                " with CUDA"
+                " than predicted"
             )
         ),
     ] = False

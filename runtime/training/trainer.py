@@ -474,6 +474,11 @@ class Trainer(TrainingRun):
                 f"warning: rows of {sequence:,} tokens are longer than the model's own limit of"
                 f" {longest:,}"
             )
+        if training.deterministic:
+            self._notes.append(
+                "deterministic mode takes longer than predicted: its kernels are slower, and a"
+                " checksum of all weights follows each step"
+            )
         data, held_out = self._open_data()
         self._refuse_steps_that_are_done(training.epochs)
         self._refuse_another_run(self._settings, known=True)

@@ -9,6 +9,10 @@ most token counts. g is the extra time per token at another length, and is linea
 measured lengths. A causal attention kernel that reaches efficiency x S / (S + h) of the peak
 (`datasheet.py`) takes a time proportional to T (S + h), which is linear in S. Ops without attention
 do not depend on S, so g is 0. There is no extrapolation.
+
+f has one exception. The layers of a small model take the same time for few tokens, whatever their
+number, because the GPU waits for the host to call their functions. Above such a flat part, f is
+constant until the GPU takes longer: its time is proportional to the tokens.
 """
 
 from __future__ import annotations
@@ -61,6 +65,11 @@ def _line_at(one: tuple[int, int], other: tuple[int, int], size: int) -> int:
     return y0 - (y1 - y0) * (size - x0) // (x0 - x1)
 
 
+_FLAT, _MORE = 1.1, 1.5
+"""Two token counts that differ by at least the factor `_MORE` are a flat part if their durations
+differ by at most the factor `_FLAT`."""
+
+
 class Point(NamedTuple):
     """One measurement of a compute op."""
 
@@ -106,7 +115,25 @@ def between(points: Iterable[Point], tokens: int, sequence: int, *, attends: boo
     if not min(more) <= length <= max(more):
         return None
     extra = more[length] if length in more else _line(sorted(more.items()), length)
-    return max(round(interpolate(curve, tokens)[0] + tokens * extra), 1)
+    return max(round(_time_at(curve, tokens) + tokens * extra), 1)
+
+
+def _time_at(curve: tuple[tuple[int, int], ...], tokens: int) -> int:
+    """Returns f, the duration in ns at `tokens`, which are within the measured range.
+
+    >>> _time_at(((1, 300), (2, 310), (20, 800)), 4), _time_at(((1, 300), (2, 310), (20, 800)), 10)
+    (310, 400)
+    >>> _time_at(((1, 40), (2, 80), (20, 800)), 10)
+    400
+    """
+    line, _ = interpolate(curve, tokens)
+    right = bisect.bisect_left(curve, (tokens, -1))
+    if right < 2:
+        return line
+    (fewer, shorter), (few, short), (many, long) = curve[right - 2 : right + 1]
+    if few < _MORE * fewer or short > _FLAT * shorter:
+        return line
+    return min(line, max(short, -(-long * tokens // many)))
 
 
 def _curve(durations: dict[int, list[int]]) -> tuple[tuple[int, int], ...]:

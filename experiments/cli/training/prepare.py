@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from megatrain.simulator.model.workload import Workload
     from megatrain.simulator.planner.search import Choice
 
+_SAME_MEMORY = 0.03
+"""The largest relative difference of free device memory that is ignored."""
 _CHOSEN = {
     "--seq": "tokens per sequence (default: covers 99 %% of the documents)",
     "--batch": "sequences per micro-batch (default: the fastest)",
@@ -276,6 +278,8 @@ def plan_file(args: argparse.Namespace, config: Config) -> Iterator[Path]:
     refuse_unsupported(model, choice.workload)
     file = _hardware(args, model, choice.workload, device)
     hardware = HardwareSpec.load(file)
+    if not (args.hardware or args.device_memory):
+        hardware = with_free_memory(hardware, device)
     source = os.path.abspath(name) if os.path.exists(name) else name
     asked.state = args.state
     with without_garbage_collection():
@@ -432,6 +436,33 @@ def _hardware(
     return os.path.abspath(file)
 
 
+def with_free_memory(hardware: HardwareSpec, device: torch.device) -> HardwareSpec:
+    """Returns `hardware`, a calibration of this machine, with the device memory that is free now.
+
+    Another program may use a part of a GPU's memory now, or may have used it when the machine was
+    measured. A difference of less than 3 % is ignored: it may be the code that this process has
+    loaded, and plans leave 4 %.
+    """
+    import msgspec
+
+    from megatrain.runtime.machine import usable_device_bytes
+
+    if device.type != "cuda":
+        return hardware
+    free, before = usable_device_bytes(device), hardware.device_bytes
+    if abs(free - before) < _SAME_MEMORY * before:
+        return hardware
+    print(
+        fitted(
+            f"note: {format_bytes(free)} of VRAM are free for plans now, and"
+            f" {format_bytes(before)} were when this machine was measured: other programs use"
+            f" {'more' if free < before else 'less'} of it"
+        ),
+        flush=True,
+    )
+    return msgspec.structs.replace(hardware, device_bytes=free)
+
+
 def _with_attention_kernel(
     asked: argparse.Namespace,
     hardware: HardwareSpec,
@@ -499,7 +530,13 @@ def _show(best: Choice, hardware: HardwareSpec, steps: int, *, kernel_chosen: bo
     print(fitted(f"memory: {', '.join(sizes)}"))
     if best.feasible:
         plural = "s" if steps > 1 else ""
-        print(f"time: {planned_time(steps * seconds)} for {steps:,} step{plural}", flush=True)
+        print(
+            fitted(
+                f"time: {planned_time(steps * seconds)} for {steps:,} step{plural}, without"
+                " compilation, evaluations, checkpoints and the export"
+            ),
+            flush=True,
+        )
     if verdict.eager:
         print(f"note: {verdict.eager}", flush=True)
     if kernel := verdict_text.kernel(verdict):

@@ -57,7 +57,8 @@ def test_a_model_and_data_give_a_trained_model(
     said = ["fits this machine", "speed", "memory", "time"]
     beginnings = [line.partition(":")[0] for line in outcome.out.splitlines()]
     assert [each for each in beginnings if each in said] == said
-    assert "for 25 steps\n" in outcome.out
+    said = " ".join(outcome.out.split())
+    assert " for 25 steps, without compilation, evaluations, checkpoints and the export " in said
     run = place / "run"
     assert (run / "metrics.jsonl").read_text().count("\n") == 25, "one epoch, if none is named"
     assert (run / "model" / "model.safetensors").is_file()
@@ -415,6 +416,27 @@ def test_a_note_names_layers_that_are_not_compiled(
     prepare._show(best, hardware, 1)
     said = "note: 3 of 4 layers are not compiled, since layers with linear attention always run"
     assert (said in capsys.readouterr().out) == compiled
+
+
+@pytest.mark.parametrize(
+    ("free", "word"), [(0.5, "more"), (0.96, "more"), (0.98, ""), (1.02, ""), (1.5, "less")]
+)
+def test_plans_use_the_device_memory_that_is_free_now(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], free: float, word: str
+) -> None:
+    """A forgotten program used memory when the machine was measured, or uses it now."""
+    import torch
+
+    from megatrain.runtime import machine as this_machine
+
+    measured = HardwareSpec.load(str(RESULTS / "h200-heldout" / "hardware.toml"))
+    now = round(free * measured.device_bytes)
+    monkeypatch.setattr(this_machine, "usable_device_bytes", lambda _: now)
+    found = prepare.with_free_memory(measured, torch.device("cuda"))
+    assert found.device_bytes == (now if word else measured.device_bytes)
+    said = " ".join(capsys.readouterr().out.split())
+    assert (f"other programs use {word} of it" in said) == bool(word)
+    assert prepare.with_free_memory(measured, torch.device("cpu")) == measured
 
 
 def test_without_out_the_run_is_in_a_new_folder_named_after_the_model(

@@ -314,6 +314,19 @@ def test_deterministic_mode_comes_from_the_config(place: Path, run: Any) -> None
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_note_says_that_deterministic_mode_is_not_predicted(
+    place: Path, prepare: Any, deterministic: bool
+) -> None:
+    trainer = prepare(place, None, callbacks=[Callback()], steps=1, deterministic=deterministic)
+    try:
+        notes = notes_of(trainer)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    said = [note for note in notes if note.startswith("deterministic mode takes longer than pred")]
+    assert len(said) == deterministic
+
+
 def test_the_config_is_kept_and_read_back(place: Path, run: Any) -> None:
     trainer = run(
         place,
