@@ -230,6 +230,34 @@ def test_a_layer_is_scaled_by_tokens_if_attention_alone_takes_longer(
     assert costs.duration_ns(op) == pytest.approx(times * 1_000_000, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("small", "batch", "expected"),
+    [
+        (3_100_000, 1, 3_000_000),
+        (3_100_000, 2, 3_100_000),
+        (3_100_000, 5, 3_100_000),  # the host's time
+        (3_100_000, 15, 6_000_000),  # the GPU's time, 15 / 20 of 8 ms
+        (3_100_000, 20, 8_000_000),
+        (3_900_000, 11, 5_950_000),  # not flat: half of the way from 2 to 20
+    ],
+)
+def test_a_time_that_does_not_depend_on_few_tokens_is_that_of_the_host(
+    small: int, batch: int, expected: int
+) -> None:
+    """The GPU waits for the host's calls until it takes longer itself."""
+    model, hardware = ModelSpec.load("qwen2.5-3b"), HardwareSpec.load("h200")
+    measured = {
+        f"{model.shape}/{rows}x512-bf16": (80, duration)
+        for rows, duration in ((1, 3_000_000), (2, small), (20, 8_000_000))
+    }
+    work = Workload(batch=batch, sequence=512)
+    curves = table(compute={"forward": measured})
+    costs = cost_model(msgspec.structs.replace(hardware, costs=curves), model, work)
+    op = Op(id="F0.m0", lane="compute", flops=320, shape=f"{model.shape}/{work.shape}")
+    assert costs.duration_ns(op) == expected
+    assert not costs.extrapolated(op)
+
+
 def test_a_head_with_other_chunks_of_the_loss_than_measured_is_scaled_and_flagged() -> None:
     model, hardware = ModelSpec.load("qwen2.5-3b"), HardwareSpec.load("h200")
     measured = table(
