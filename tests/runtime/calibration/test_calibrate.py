@@ -431,6 +431,50 @@ def test_a_gpu_times_compute_alone_for_a_second_a_step(
     assert collected == (set(COMPUTE_KINDS) if found else set())
 
 
+@pytest.mark.parametrize(
+    ("duration_ns", "most", "counts"),
+    [(10_000_000, 99, [8]), (1_000_000, 99, [16]), (1_000_000, 2, [16, 1]), (10**9, 99, [1])],
+)
+def test_a_gpu_times_a_head_behind_several_layers(
+    executable: Callable[..., Plan],
+    monkeypatch: pytest.MonkeyPatch,
+    duration_ns: int,
+    most: int,
+    counts: list[int],
+) -> None:
+    """The host calls the head's functions while the GPU computes the layers, as in a whole model.
+
+    Behind one layer, the time would be that of the host's calls.
+    """
+    plan, runs = executable(layers=20, batch=64), list[tuple[str, int, bool, bool]]()
+
+    def profile(
+        plan: Plan, *_: object, schedule: Schedule, compute_only: bool, watches: bool, **__: object
+    ) -> StepProfile:
+        runs.append((plan.policy, plan.model.layers, compute_only, watches))
+        if plan.workload.loss_chunk == 2048 and plan.model.layers > most:
+            raise UserError("memory", found="too little", allowed="more", fix="take fewer layers")
+        made = compute_alone(plan) if compute_only else schedule
+        spans = [Span(op=op.id, lane=op.lane, start_ns=0, end_ns=duration_ns) for op in made.ops]
+        timeline = Timeline(name="measured", digest="", spans=tuple(spans))
+        peaks = dict.fromkeys(COMPUTE_KINDS, 2**30) if watches else {}
+        return StepProfile(made, [timeline], [1.0], None, peaks, 0, 0, 1)
+
+    monkeypatch.setattr(module, "profile_steps", profile)
+    monkeypatch.setattr(module, "_LOSS_CHUNKS", (2048,))
+    bench = module._Bench(torch.device("cpu"), (2**33, 2**33), lambda _: None)
+    bench._cuda = True
+    subject = module.Subject(plan.model, config_of(plan.model))
+    work = msgspec.structs.replace(plan.workload, batch=4096, loss_chunk=1024)
+    point = bench.layers(subject, work, work)
+    runs.clear()
+    heads = bench.heads(subject, [work], [point])
+    assert runs == [("double_buffer", count, True, True) for count in counts]
+    ((chunk, duration, size),) = heads[f"{plan.model.shape}/{work.shape}"]
+    assert (chunk, duration) == (2048, duration_ns)
+    assert size >= 2**30
+
+
 def test_ops_run_one_at_a_time_only_if_asked(
     executable: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
