@@ -27,6 +27,7 @@ from __future__ import annotations
 from typing import NamedTuple, get_args
 
 from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.model.families import ONE_KERNEL
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Dtype, Kernel, Workload
 
@@ -115,7 +116,7 @@ def obstacle(
             f"{kernel} for a {model.family} model",
             f"{' or '.join(_WITH_SINKS)}, the kernels for attention with sinks"
             if model.has_sinks
-            else "full causal attention in every layer, as in Llama",
+            else ONE_KERNEL,
             "leave `attention` out of the workload",
         )
     if kernel == "flash4" and model.heads.size not in _FLASH4_HEADS:

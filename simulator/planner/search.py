@@ -48,7 +48,7 @@ from megatrain.simulator.planner.slot_search import (
     SlotSearch,
 )
 from megatrain.simulator.policies.policy import PolicyWarning
-from megatrain.simulator.schedule.plan import Knobs, Plan
+from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
 
 _LEAST_GAIN = 1.01  # a size of groups is searched only if it may be faster by this factor
 # The best plan of each size of groups is polished, unless it is slower than the best plan of all
@@ -438,18 +438,22 @@ def _least_seconds(name: str, best: Choice, hardware: HardwareSpec) -> float:
     """Returns a lower bound, in seconds, of the step time of policy `name` with any knobs.
 
     Model and workload are those of `best`. The bound is the evaluator's time of at most two
-    micro-batches, with the most slots that a search tries and with copies that take no time. Each
-    further micro-batch adds its compute time. The times with and without gradient staging are
-    computed, and the smaller one is the bound. It is 0 if the policy accepts neither.
+    micro-batches, with the most slots that a search tries, with copies that take no time, and with
+    all activations saved if the policy can do so. Each further micro-batch adds its compute time.
+    The times with and without gradient staging are computed, and the smaller one is the bound. It
+    is 0 if the policy accepts neither.
     """
     costs = cost_model(hardware, best.plan.model, best.plan.workload)
     free, least = ScaledCosts(costs, lambda op: op, {"h2d": 0.0, "d2h": 0.0}), []
+    saves = "saved_activations" in policy_library.find(name).placements
+    placement = Placement(saved_activations="all" if saves else "")
     for staging in (0, max(GRADIENT_STAGING)):
         knobs = Knobs(
             weight_slots=max(WEIGHT_SLOTS),
             gradient_slots=max(GRADIENT_SLOTS),
             gradient_staging=staging,
             chunk_bytes=ONE_COPY,
+            placement=placement,
         )
         try:
             # `lower_uncached` keeps the schedule of the best plan in the cache of `lower`.

@@ -1,7 +1,8 @@
-"""Searches the knobs of a policy that does not place state: checkpoint interval, weight slots,
-gradient slots, gradient staging, and bytes of a copy.
+"""Searches the knobs of a policy that does not obey the whole placement: checkpoint interval,
+weight slots, gradient slots, gradient staging, and bytes of a copy. Then it fills the memory that
+is left.
 
-The search has four rounds. Each uses the smallest schedule that can distinguish its candidates:
+The search has five rounds. Each uses the smallest schedule that can distinguish its candidates:
 
 1. Try every pair of a checkpoint interval and a number of weight slots. Each is lowered for the
    whole model, with one copy per layer. The evaluator predicts its step time without contention.
@@ -12,10 +13,14 @@ The search has four rounds. Each uses the smallest schedule that can distinguish
    fastest wins. If both are within 0.1 %, the one that needs fewer bytes wins.
 4. Give the winner the next larger number of weight slots as long as that is faster by more than
    0.1 %. Copies that vary in time, because of contention, need more slots than round 1 shows.
+5. For each field of the placement that the policy obeys, in the order of `FILLED`, name as many
+   layers as fit. Keep the plan if it is faster by more than 0.1 %. Layers that save activations are
+   also tried with a checkpoint interval of 1, because they need no checkpoints of others.
 """
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import itertools
 import math
@@ -35,6 +40,7 @@ from megatrain.simulator.planner.assessment import (
     schedule_to_time,
     with_knobs,
 )
+from megatrain.simulator.planner.filling import ranges
 from megatrain.simulator.schedule.plan import Plan
 
 WEIGHT_SLOTS = (1, 2, 3, 4, 8)
@@ -45,6 +51,8 @@ GRADIENT_STAGING = (0, 1, 2, 4)
 """The numbers of staging buffers that a search tries."""
 CHUNK_BYTES = (16 * 2**20, 64 * 2**20, 256 * 2**20)
 """The bytes of a copy that a search tries."""
+FILLED = ("saved_activations", "saved_attention", "weights", "gradients", "master_low", "moments")
+"""The fields of the placement that a search fills."""
 ONE_COPY = 2**40
 """Bytes of a copy that are enough to copy every layer in one piece."""
 _SHORT = 6  # the fewest decoder layers of the model of round 2
@@ -72,7 +80,8 @@ class SlotSearch:
 
     def __init__(self, plan: Plan, costs: CostModel) -> None:
         self.plan, self.costs = plan, costs
-        self.knobs = policy_library.find(plan.policy).knobs
+        policy = policy_library.find(plan.policy)
+        self.knobs, self.placements = policy.knobs, policy.placements
         self.tiny = self._shortest()
         self.weight_slots = self._allowed("weight_slots", WEIGHT_SLOTS)
         self.least = {"weight_slots": self.weight_slots[0]}
@@ -176,7 +185,47 @@ class SlotSearch:
                 if not choice.feasible or choice.step_seconds * _TIE >= best.step_seconds:
                     break
                 best = choice
+        return self._filled(best)
+
+    def _filled(self, best: Choice) -> Choice:
+        """Returns `best`, or a faster plan with more data of layers in the memory that is left."""
+        for name in (name for name in FILLED if name in self.placements):
+            starts = [best.plan]
+            if name == "saved_activations" and "checkpoint_interval" in self.knobs:
+                starts.append(with_knobs(best.plan, checkpoint_interval=1))
+            for start in dict.fromkeys(starts):
+                if (plan := self._most_placed(start, name)) is not None:
+                    choice = assess(plan, self.costs)
+                    if choice.feasible and choice.step_seconds * _TIE < best.step_seconds:
+                        best = choice
         return best
+
+    def _most_placed(self, plan: Plan, name: str) -> Plan | None:
+        """Returns `plan` with as many layers as fit in the field `name` of its placement, or None
+        if no layer fits or if the policy refuses it.
+
+        Saved data belongs to the last decoder layers, which the backward pass needs first. State
+        belongs to the first layers, whose updates are due first.
+        """
+        saves = name.startswith("saved")
+        layers = [layer.name for layer in plan.model.decoders] if saves else list(plan.model.stack)
+
+        def placed(count: int) -> Plan:
+            chosen = layers[len(layers) - count :] if saves else layers[:count]
+            placement = msgspec.structs.replace(
+                plan.knobs.placement, **{name: ranges(layers, {*chosen})}
+            )
+            return with_knobs(plan, placement=placement)
+
+        def too_much(count: int) -> bool:
+            each = placed(count)
+            return not plan_account(each, policy_library.outline(each), self.costs).fits
+
+        try:
+            count = bisect.bisect_left(range(1, len(layers) + 1), True, key=too_much)
+        except UserError:
+            return None
+        return placed(count) if count else None
 
     def _complete(self, interval: int, slots: int) -> Choice:
         """Returns the complete plan with the best other knobs for these two, and its prediction."""

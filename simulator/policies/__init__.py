@@ -17,6 +17,7 @@ import msgspec
 
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.model import optimizer
+from megatrain.simulator.model.families import ONE_KERNEL
 from megatrain.simulator.model.state_format import EXACT
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.policies.building.evaluation import forward_only
@@ -219,6 +220,7 @@ def _refuse_groups(plan: Plan, policy: Policy) -> None:
 def _refuse_pieces(plan: Plan, policy: Policy) -> None:
     """Raises UserError if the layers of the model cannot be computed in pieces of tokens."""
     obstacle = plan.model.pieces_obstacle(compiled=plan.workload.compiled)
+    eager = obstacle and not plan.model.pieces_obstacle(compiled=False)
     if policy.prediction_only:
         obstacle = f"{plan.policy}, a system that was described without pieces"
     if obstacle:
@@ -227,7 +229,7 @@ def _refuse_pieces(plan: Plan, policy: Policy) -> None:
             found=f"{plan.workload.token_piece} with {obstacle}",
             allowed="a model whose layers each have one MLP or one mixture of experts, with this"
             " project's policies",
-            fix="leave out --token-piece",
+            fix=f"leave out {'--compile or ' if eager else ''}--token-piece",
         )
 
 
@@ -239,7 +241,7 @@ def _refuse_head_groups(plan: Plan, policy: Policy) -> None:
     fused = model.fuses_scores(plan.workload)
     if not all(model.can_save_attention(layer.name, fused=fused) for layer in model.decoders):
         obstacle = f"{groups} for a {model.family} model"
-        allowed = "full causal attention in every layer, as in Llama"
+        allowed = ONE_KERNEL
     if policy.prediction_only:
         obstacle = f"{groups} with {plan.policy}, a system that was described without groups"
         allowed = "this project's policies"

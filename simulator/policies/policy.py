@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from megatrain.simulator.schedule import Schedule
-from megatrain.simulator.schedule.plan import Plan
+from megatrain.simulator.schedule.plan import Placement, Plan
 
 
 class PolicyWarning(UserWarning):
@@ -80,7 +80,7 @@ class Policy:
 
     @property
     def places_state(self) -> bool:
-        """Whether the policy keeps each layer's weights, gradients and optimizer state where the
-        plan places them.
+        """Whether the policy obeys every field of the placement, so that each layer's weights,
+        gradients and optimizer state are where the plan places them.
         """
-        return "weights" in self.placements
+        return {*Placement.__struct_fields__} <= {*self.placements}

@@ -23,6 +23,7 @@ from typing import Protocol
 import msgspec
 
 from megatrain.simulator import policies as policy_library
+from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.units import exact_size, format_bytes, rounded_up
 from megatrain.simulator.costs import CostModel, cost_model
 from megatrain.simulator.hardware.machine import HardwareSpec
@@ -445,14 +446,17 @@ class Adviser:
         """Returns the suggestion to use another workload or other limits, with the gain that the
         search finds.
 
-        Returns None if nothing fits, or if bounds of the step time show that the change gains too
-        little.
+        Returns None if nothing fits, if the policy or the model refuses the workload, or if bounds
+        of the step time show that the change gains too little.
         """
         new_limits = self._limits | limits
         bounds = self._bounds(work, new_limits["device_limit"], new_limits["host_limit"])
-        for least, needed in zip(bounds, (_LEAST_GAIN, _LIKELY_GAIN), strict=False):
-            if tokens_per_second(work, least) < (1 + needed) * self.speed:
-                return None
+        try:
+            for least, needed in zip(bounds, (_LEAST_GAIN, _LIKELY_GAIN), strict=False):
+                if tokens_per_second(work, least) < (1 + needed) * self.speed:
+                    return None
+        except UserError:
+            return None
         # Slower steps gain so little that `suggestions` leaves them out.
         most_seconds = work.step_tokens / ((1 + 0.999 * _LEAST_GAIN) * self.speed)
         best = self.search(work, **new_limits, most_seconds=most_seconds)

@@ -82,6 +82,10 @@ FAMILIES = Families({name: family for file in _FILES for name, family in file.it
 CAN_SAVE_ATTENTION = ("llama", "mistral", "qwen2", "qwen3")
 """Families whose attention output can be saved (`runtime/layers/attention.py`), so that recompute
 skips attention. Their attention is one causal kernel without a mask."""
+ONE_KERNEL = "full causal attention in every layer, in the families " + ", ".join(
+    CAN_SAVE_ATTENTION
+)
+"""What `CAN_SAVE_ATTENTION` allows, for error texts."""
 CANNOT_SEPARATE_DOCUMENTS = {
     "biogpt": "whose attention mask does not separate documents",
     "bloom": "whose attention mask does not separate documents",

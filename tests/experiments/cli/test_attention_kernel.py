@@ -116,7 +116,8 @@ def test_a_kernel_that_cannot_compute_the_model_is_refused(
         assert cli.main(verb) == 2
         assert capsys.readouterr().err.endswith(
             f"--attention: found {kernel} for a gemma2 model; allowed: full causal attention in"
-            " every layer, as in Llama; fix: leave --attention out\n"
+            " every layer, in the families llama, mistral, qwen2, qwen3; fix: leave --attention"
+            " out\n"
         )
     assert not Path("plan.toml").exists()
 

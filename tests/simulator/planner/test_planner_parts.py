@@ -528,6 +528,45 @@ def test_bytes_of_slots_computed_for_a_short_model_hold_for_the_whole_plan(
                     assert search._excess(pair, path) == less
 
 
+def test_memory_that_slots_leave_holds_activations() -> None:
+    """As many of the last layers as fit save them, if that is faster."""
+    model, work = ModelSpec.load("qwen2.5-7b").with_layers(8), Workload(batch=16, sequence=1024)
+    (plan,) = plans_of(model, H200, work, policies=["k_buffer"])
+    costs = cost_model(H200, plan.model, plan.workload)
+    whole = SlotSearch(plan, costs).best()
+    assert whole.plan.knobs.placement == Placement(saved_activations="all")
+    without = SlotSearch(plan, costs)
+    without.placements = ()
+    least = without.best()
+    assert least.plan.knobs.placement == Placement()
+    assert whole.step_seconds < 0.99 * least.step_seconds
+    between = (least.account.device_peak_bytes + whole.account.device_peak_bytes) // 2
+    tight = msgspec.structs.replace(plan, device_limit_bytes=between)
+    part = SlotSearch(tight, costs).best()
+    saved = part.plan.knobs.placement.saved_activations
+    assert part.feasible
+    assert saved.endswith("-7")
+    assert saved != "0-7"
+    assert whole.step_seconds < part.step_seconds < least.step_seconds
+    first = int(saved.partition("-")[0])
+    more = with_knobs(part.plan, placement=Placement(saved_activations=f"{first - 1}-7"))
+    assert not assess(more, costs).feasible
+
+
+def test_a_policy_that_obeys_a_part_of_the_placement_gets_this_part(
+    make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its other knobs and its other fields keep their defaults."""
+    overlapped = policies.find("overlapped")
+    monkeypatch.setattr(type(overlapped), "placements", ("weights", "gradients"))
+    monkeypatch.setattr(type(overlapped), "knobs", ("weight_slots", "chunk_bytes"))
+    plan = make_plan("overlapped", layers=6)
+    assert not overlapped.places_state
+    found = search(plan.model, H200, plan.workload, policies=["overlapped"])[0].plan.knobs
+    assert found.placement == Placement(weights="all", gradients="all")
+    assert found.state_slots == Knobs().state_slots
+
+
 def test_pairs_are_compared_with_the_most_gradient_slots_and_staging_buffers(
     make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:

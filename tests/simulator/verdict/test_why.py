@@ -27,7 +27,7 @@ from megatrain.simulator.planner.batch_splits import best_split, splits
 from megatrain.simulator.planner.placement_search import PlacementSearch
 from megatrain.simulator.planner.search import _least_seconds, candidates, search
 from megatrain.simulator.verdict.marginal_memory import GIB, MarginalMemory, one_more_gib
-from megatrain.simulator.verdict.verdict import explain
+from megatrain.simulator.verdict.verdict import explain, judge
 
 pytestmark = pytest.mark.usefixtures("without_libraries")
 
@@ -147,6 +147,18 @@ def test_a_policy_that_is_not_searched_could_not_have_been_faster(work: Workload
     assert 0 < bound <= searched.step_seconds
     second = best.runner_up
     assert second is None or not second.at_least or second.step_seconds == bound
+
+
+def test_advice_that_the_model_refuses_is_left_out() -> None:
+    """Layers with linear attention cannot be compiled if they compute pieces of tokens."""
+    model = ModelSpec.load("qwen3-next-80b-a3b").with_layers(4)
+    work = Workload(batch=1, sequence=4096, token_piece=2048)
+    verdict = judge(model, H200, work)
+    assert verdict.feasible
+    assert not any("compile" in entry.options for entry in verdict.advice)
+    compiled = msgspec.structs.replace(work, compiled=True)
+    with pytest.raises(UserError, match="fix: leave out --compile or --token-piece"):
+        search(model, H200, compiled, policies=["overlapped"])
 
 
 @pytest.mark.parametrize("limit", [5.5, 7, 9])
