@@ -8,6 +8,7 @@ from typing import Literal, get_args
 import msgspec
 
 from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.field_types import check_types
 from megatrain.simulator.model.optimizer import ADAMW, WITH_STATE_FORMATS
 from megatrain.simulator.model.state_format import EXACT, FORMATS
 
@@ -123,6 +124,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     in which they are summed, or `8bit` in 8-bit codes (`runtime/optimizer/coded_gradients.py`)."""
 
     def __post_init__(self) -> None:
+        check_types(self, "workload")
         if self.clipping == "update" and self.optimizer != ADAMW:
             raise UserError(
                 "workload: clipping",

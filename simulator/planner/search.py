@@ -13,6 +13,7 @@ no batch or no loss chunk choose them before this search (`batch_splits.py`, `lo
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from collections.abc import Iterable
 from typing import TypeVar
@@ -121,7 +122,18 @@ def plans_of(
     The arguments are those of `search`. Raises UserError for an unknown policy, and if none of the
     policies makes sense on the machine.
     """
-    names = policy_library.contenders() if policies is None else list(dict.fromkeys(policies))
+    names = (
+        policy_library.contenders()
+        if policies is None
+        else list(dict.fromkeys(map(os.fspath, policies)))
+    )
+    if not names:
+        raise UserError(
+            "policies",
+            found="none",
+            allowed="names of policies or paths of their files, or None for all policies",
+            fix="name one, or leave `policies` out",
+        )
     for name in names:
         policy_library.find(name)
     names = policy_library.sensible(names, unified=hardware.unified)

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.field_types import check_types
 from megatrain.simulator.base.files import read_toml, write_toml
 from megatrain.simulator.base.units import counted
 from megatrain.simulator.model.families import CAN_SAVE_ATTENTION
@@ -112,6 +113,7 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Where the data of layers is kept."""
 
     def __post_init__(self) -> None:
+        check_types(self, "knobs")
         for field, least, most in (
             ("weight_slots", 1, _MOST_SLOTS),
             ("gradient_slots", 1, _MOST_SLOTS),
@@ -197,6 +199,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """What was predicted when the plan was made."""
 
     def __post_init__(self) -> None:
+        check_types(self, "plan")
         if self.format != FORMAT:
             raise UserError(
                 "plan: format",
