@@ -524,6 +524,7 @@ def _train(
         StepComparison(None if bars is None else bars.compared, recalibrates=recalibrates),
         RangeWatch(recalibrates=recalibrates),
     ]
+    policies = [args.policy] if args.policy not in (None, "best", "all") else None
     resume: Literal["newest", "scratch"] | int | None = None
     if args.resume is not None:
         resume = "scratch" if args.from_scratch else args.from_step or "newest"
@@ -538,7 +539,7 @@ def _train(
             *([] if bars is None else [bars]),
             start,
             *(comparisons if leads else []),
-            *([Adaptation()] if args.adapt else []),
+            *([Adaptation(policies)] if args.adapt else []),
         ],
         progress=bars is None,
         device=options.device(args),

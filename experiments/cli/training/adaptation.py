@@ -81,7 +81,11 @@ class Adaptation(Callback):
     one, it switches back, if this saves time. It then does nothing more in this call of `fit`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, policies: list[str] | None = None) -> None:
+        """`policies` are the names of the policies of the new plan. None means all policies that
+        can be the fastest.
+        """
+        self._policies = policies
         self._phase: Literal["measure", "switch", "judge", "return", "done"] = "measure"
         self._seconds: list[float] = []
         self._folder = Path()
@@ -169,7 +173,7 @@ class Adaptation(Callback):
             left: the number of steps that are left.
         """
         begin = time.monotonic()
-        proposal = propose(trainer, measured)
+        proposal = propose(trainer, measured, self._policies)
         # The prediction may be wrong by the same factor under both plans.
         expected = measured * proposal.ratio
         plan, place = proposal.choice.plan, self._folder / PLANS / proposal.choice.plan.digest
@@ -241,12 +245,12 @@ class Adaptation(Callback):
         return self._opening_seconds + 2 * size / write_rate(self._folder, min(size, _PROBE_BYTES))
 
 
-def propose(trainer: TrainingRun, measured: float) -> Proposal:
+def propose(trainer: TrainingRun, measured: float, policies: list[str] | None = None) -> Proposal:
     """Returns the best plan for the workload and the memory limits of a training.
 
     The cost model is corrected by the measured durations of the training's operations. `measured`
-    is the measured step time in seconds. Raises UserError if the hardware file cannot be read, or
-    if nothing can be planned for it.
+    is the measured step time in seconds, and `policies` are those of `Adaptation`. Raises UserError
+    if the hardware file cannot be read, or if nothing can be planned for it.
     """
     plan, schedule = trainer.plan, trainer.executor.schedule
     before = hardware_of(trainer.origin / "plan.toml", plan.hardware)
@@ -263,6 +267,7 @@ def propose(trainer: TrainingRun, measured: float) -> Proposal:
             hardware_name=_HARDWARE,
             device_limit=plan.device_limit_bytes,
             host_limit=plan.host_limit_bytes,
+            policies=policies,
         )[0]
         now = assess(plan, cost_model(hardware, plan.model, plan.workload))
     named = largest(predicted, factors, schedule, measured)

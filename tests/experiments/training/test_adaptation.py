@@ -220,6 +220,38 @@ def test_a_plan_that_is_slower_is_undone_once(
     assert run.notes[-1].startswith("the training continues under the former plan") == back
 
 
+def test_a_policy_that_was_asked_for_stays(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, proposed = list[Any](), adaptation.propose
+
+    def recorded(*given: Any) -> Any:
+        asked.append(given[2])
+        return proposed(*given)
+
+    monkeypatch.setattr(adaptation, "propose", recorded)
+    adapting = Adaptation(["sequential"])
+    adapting.on_start(run)  # type: ignore[arg-type]
+    run.steps(adapting, 2.0)
+    assert asked == [["sequential"]]
+
+
+@pytest.mark.usefixtures("workplace")
+def test_a_proposal_has_one_of_the_policies(
+    command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[str] = []
+    propose = adaptation.propose
+
+    def both(trainer: Any, measured: float, _: Any) -> Any:
+        found.extend(
+            propose(trainer, measured, names).choice.plan.policy for names in (None, ["sequential"])
+        )
+        return propose(trainer, measured)
+
+    monkeypatch.setattr(adaptation, "propose", both)
+    good(command(*TRAIN, "--steps", 6, "--adapt", "--no-export", "--out", "run"))
+    assert found[0] != found[1] == "sequential"
+
+
 def test_a_plan_that_the_run_has_left_is_not_tried_again(run: Run) -> None:
     adapting = Adaptation()
     adapting.on_start(run)  # type: ignore[arg-type]
