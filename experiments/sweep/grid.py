@@ -37,9 +37,6 @@ LIMITS = {"device_memory": "device_limit_bytes", "host_memory": "host_limit_byte
 """The axes that are a limit -> the field of a plan."""
 _SIZES = {"chunk_bytes", "exchange_bytes", *LIMITS}
 _PLACED = tuple(f"placement.{name}" for name in Placement.__struct_fields__)
-_ALIASES = {"seq": "sequence", "compile": "compiled"} | {
-    name.partition(".")[2]: name for name in _PLACED
-}
 KNOBS = frozenset({*Knobs.__struct_fields__, *_PLACED} - {"placement"})
 """The axes that are a knob or a class of the placement."""
 AXES = (
@@ -49,7 +46,12 @@ AXES = (
     *Workload.__struct_fields__,
     *LIMITS,
 )
-"""Every name that an axis may have."""
+"""The full name of every axis."""
+ALIASES = {"seq": "sequence", "compile": "compiled"} | {
+    short: f"placement.{short}" for short in Placement.__struct_fields__ if short not in AXES
+}
+"""Another name of an axis -> its full name. A class of the placement may be named without
+`placement.`, except `placement.gradients`, because `gradients` is a field of the workload."""
 
 Axes = dict[str, tuple[Any, ...]]
 """Name of an axis -> its values."""
@@ -95,7 +97,7 @@ def axis(
 
     Raises UserError for an unknown name or a value that the axis cannot have.
     """
-    name = _ALIASES.get(name, name)
+    name = ALIASES.get(name, name)
     if name not in AXES:
         *first, last = (*LIMITS, *others)
         listed = ", ".join(first)

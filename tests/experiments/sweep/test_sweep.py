@@ -420,6 +420,27 @@ def test_mistakes_give_one_line_errors(
 
 
 @pytest.mark.usefixtures("workplace")
+def test_gradients_are_those_of_the_workload(command: Any) -> None:
+    """The class of the placement with this name has its full name, also in the table."""
+    words = ("sweep", "tiny", "--hardware", "h200", *WORK, "--jobs", 1, "--out", "swept")
+    over = ("--over", "gradients", "exact", "8bit", "--policy", "overlapped")
+    outcome = command(*words, *over, "--over", "placement.gradients", "", "0-1")
+    assert outcome.status == 0, outcome.err
+    assert header(outcome.out) == ["policy", "gradients", "placement.gradients", *RESULTS]
+    rows = load_sweep("swept")
+    assert rows["fits"].all()
+    assert sorted(zip(rows["gradients"], rows["placement.gradients"], strict=True)) == [
+        (stored, placed) for stored in ("8bit", "exact") for placed in ("", "0-1")
+    ]
+
+
+def test_no_other_name_of_an_axis_is_the_name_of_an_axis() -> None:
+    assert grid.ALIASES.keys().isdisjoint(grid.AXES)
+    assert set(grid.ALIASES.values()) <= set(grid.AXES)
+    assert len(set(grid.AXES)) == len(grid.AXES)
+
+
+@pytest.mark.usefixtures("workplace")
 def test_grids_of_a_file_are_joined(command: Any) -> None:
     Path("grid.toml").write_text(
         '[[grid]]\npolicy = ["k_buffer"]\nweight_slots = [1, 2]\n\n[[grid]]\npolicy ='
