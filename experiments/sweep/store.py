@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import msgspec
 import xxhash
@@ -30,6 +30,37 @@ Decided = Literal["refused", "memory", "evaluator", "engine", "execution"]
 """How a row's result was found (`SweepRow.decided_by`)."""
 
 
+class RowWorkload(Workload, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The workload of a row. Unlike other workloads, it may have values that exclude each other,
+    because such a combination has a row that says why it was refused.
+    """
+
+    def __post_init__(self) -> None:
+        """Allows every value."""
+
+    @classmethod
+    def of(cls, workload: Workload, changes: dict[str, Any] | None = None) -> Self:
+        """Returns `workload` with `changes`."""
+        return cls(**{**msgspec.structs.asdict(workload), **(changes or {})})
+
+
+class ImpossiblePlan(NamedTuple):
+    """A combination of values that no plan can have."""
+
+    policy: str
+    """The policy."""
+    knobs: Knobs
+    """The knobs."""
+    workload: RowWorkload
+    """The workload."""
+    device_limit_bytes: int
+    """The limit of device memory."""
+    host_limit_bytes: int
+    """The limit of host memory."""
+    reason: str
+    """Why no plan can have these values together."""
+
+
 class SweepRow(msgspec.Struct, frozen=True, kw_only=True):
     """The result of one plan. Sizes in bytes, times in seconds."""
 
@@ -43,15 +74,15 @@ class SweepRow(msgspec.Struct, frozen=True, kw_only=True):
     """The plan's policy: a name, or the path of a file."""
     knobs: Knobs
     """The plan's knobs."""
-    workload: Workload
+    workload: RowWorkload
     """The plan's workload."""
     device_limit_bytes: int
     """The plan's limit of device memory."""
     host_limit_bytes: int
     """The plan's limit of host memory."""
     decided_by: Decided
-    """How the result was found. `refused`: the policy refuses the plan, this machine has too little
-    memory to run it, or its run failed.
+    """How the result was found. `refused`: no plan can have these values together, the policy
+    refuses the plan, this machine has too little memory to run it, or its run failed.
     `memory`: the plan does not fit. `evaluator`: computed by the evaluator, which is exact because
     no op slows another. `engine`: simulated by the engine. `execution`: measured on a machine.
     """
@@ -109,7 +140,7 @@ class Keys:
             msgspec.msgpack.encode((plan.model, hardware, list(context)), order="sorted")
         ).digest()
 
-    def of(self, plan: Plan, *, planned: bool = False) -> str:
+    def of(self, plan: Plan | ImpossiblePlan, *, planned: bool = False) -> str:
         """Returns the key of a plan. With `planned`, the planner chooses the knobs, so the key does
         not depend on those of `plan`.
         """

@@ -385,7 +385,29 @@ def test_the_front_has_the_plans_that_no_other_beats(make_plan: Any) -> None:
         (("--over", "slots", 1), "'slots'; allowed: policy, a knob"),
         (("--over", "weight_slots", "two"), "found 'two'"),
         (("--over", "weight_slots", 0), "knobs: weight_slots: found 0"),
-        (("--over", "clipping", "some"), "found 'some'"),
+        (
+            ("--over", "clipping", "some"),
+            "found 'some'; allowed: global, layer, update, adagc, none",
+        ),
+        (("--over", "gradients", "foo"), "found 'foo'; allowed: exact, 8bit; fix: write another"),
+        (
+            ("--over", "attention", "none"),
+            "allowed: flash, cudnn, flash4, or null to leave it unset",
+        ),
+        (
+            ("--over", "dtype", "fp8"),
+            "allowed: bf16, fp32; fix: set fp8 instead, which is rowwise, tens",
+        ),
+        (("--over", "token_piece", "none"), "allowed: a whole number, or null to leave it unset"),
+        (("--over", "documents", "maybe"), "found 'maybe'; allowed: true, false; fix: "),
+        (("--over", "state", "exakt", "exact"), "state: found exakt; allowed: exact, master24, bf"),
+        (("--over", "optimizer", "adamw", "adamm"), "found 'adamm'; allowed: a name that"),
+        (("--over", "batch", 1, 0), "batch: found 0; allowed: 1 to"),
+        (("--over", "sum_group", 1, 0), "sum_group: found 0; allowed: a divisor"),
+        (
+            ("--over", "token_piece", 0, "--over", "fp8", "rowwise"),
+            "token_piece: found 0; allowed:",
+        ),
         (("--over", "weight_slots"), "no value"),
         (("--over", "batch", 1, "--over", "batch", 2), "batch twice"),
         (("--over", "policy", "k_buffers"), "did you mean k_buffer?"),
@@ -395,12 +417,16 @@ def test_the_front_has_the_plans_that_no_other_beats(make_plan: Any) -> None:
             "1,002,001 plans; allowed: at most 1,000,000",
         ),
         (("--grid", "none.toml"), "none.toml"),
+        (("--grid", "zero.toml"), "device_limit_bytes: found 0; allowed: >= 1"),
+        (("--grid", "half.toml"), "found 0.5; allowed: a size such as 24GiB, or a whole number of"),
     ],
 )
 @pytest.mark.usefixtures("workplace")
 def test_mistakes_give_one_line_errors(
     command: Any, words: tuple[object, ...], message: str
 ) -> None:
+    for name, limit in (("zero", 0), ("half", 0.5)):
+        Path(f"{name}.toml").write_text(f'[[grid]]\ndevice_memory = ["24GiB", {limit}]\n')
     outcome = command(
         "sweep",
         "tiny",
@@ -438,6 +464,61 @@ def test_no_other_name_of_an_axis_is_the_name_of_an_axis() -> None:
     assert grid.ALIASES.keys().isdisjoint(grid.AXES)
     assert set(grid.ALIASES.values()) <= set(grid.AXES)
     assert len(set(grid.AXES)) == len(grid.AXES)
+
+
+@pytest.mark.parametrize(
+    ("words", "refused"),
+    [
+        (
+            "--over optimizer lion.py adamw muon --over state exact master24",
+            {"lion.py master24": "state: found master24 with optimizer lion.py; allowed: master24"},
+        ),
+        (
+            "--over dtype bf16 fp32 --over state exact master24",
+            {"fp32 master24": "state: found master24 with dtype fp32; allowed: master24 with"},
+        ),
+        (
+            "--gradients 8bit --over accumulation 1 2",
+            {"2": "gradients: found 8bit with accumulation 2; allowed: 8bit with accumulation 1"},
+        ),
+        (
+            "--over optimizer adamw muon --over clipping global update",
+            {"muon update": "clipping: found update with optimizer muon; allowed: update with"},
+        ),
+        (
+            "--over accumulation 2 3 --over micro_batch_group 1 3",
+            {"2 3": "micro_batch_group: found 3; allowed: a divisor of the accumulation, 2"},
+        ),
+        (
+            "--over accumulation 4 3 --over sum_group 1 3 --default-knobs",
+            {"4 3": "sum_group: found 3; allowed: a divisor of the accumulation, 4"},
+        ),
+    ],
+)
+def test_an_impossible_combination_is_a_row_with_the_reason(
+    command: Any, workplace: Path, words: str, refused: dict[str, str]
+) -> None:
+    """The other combinations are simulated. A sweep that is continued has both kinds of rows."""
+    lion = re.findall(r"```python\n(.*?)```", ADDING.read_text(), re.DOTALL)[1]
+    (workplace / "lion.py").write_text(lion)
+    line = ("sweep", "tiny", "--hardware", "h200", *WORK[:-2], "--policy", "overlapped")
+    line = (*line, "--jobs", 1, "--out", "swept", *words.split())
+    outcome = command(*line)
+    assert (outcome.status, outcome.err) == (0, "")
+    rows = load_sweep("swept")
+    axes = re.findall(r"--over (\w+)", words)
+    assert len(rows) == 2 ** len(axes) * (1.5 if "lion.py" in words else 1)
+    found = {
+        " ".join(str(row[name]) for name in axes): row["reason"]
+        for row in rows[rows["decided_by"] == "refused"].to_dict("records")
+    }
+    assert all(reason in found[key] for key, reason in refused.items())
+    assert len(rows) - len(found) == rows["fits"].sum() > 0
+    assert f"\nrefused {len(refused)} point whose values exclude each other\n" in outcome.out
+    before = Path("swept/rows.jsonl").read_bytes()
+    again = command(*line)
+    assert re.search(rf"\n0 plans in .* s, {len(rows)} had been done before", again.out)
+    assert Path("swept/rows.jsonl").read_bytes() == before
 
 
 @pytest.mark.usefixtures("workplace")
