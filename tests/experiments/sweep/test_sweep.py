@@ -7,6 +7,7 @@ user needs only its file. `--execute` measures the plans.
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 from megatrain.experiments.commands import sweep
+from megatrain.experiments.files.outside_source import outside_source
 from megatrain.experiments.sweep import executed, grid, load_sweep
 from megatrain.experiments.sweep.flat import write_csv
 from megatrain.experiments.sweep.front import fastest, front
@@ -28,6 +30,7 @@ from megatrain.experiments.sweep.table import table
 from megatrain.runtime.memory.fitting import LOADING_BYTES
 from megatrain.simulator import policies
 from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.files import write_toml
 from megatrain.simulator.base.units import format_bytes
 from megatrain.simulator.costs import cost_model
 from megatrain.simulator.hardware.machine import HardwareSpec
@@ -236,6 +239,62 @@ def test_the_sources_are_part_of_a_key(
     ]
     assert len(set(keys)) == 4
     assert Keys(plan, H200, digests[:1]).of(make_plan(weight_slots=3)) not in keys
+
+
+@pytest.mark.parametrize("edited", ["pinned.py", "lion.py", "half_link.py", "beside.py"])
+def test_a_point_is_simulated_again_if_a_file_outside_the_package_changed(
+    command: Any, workplace: Path, monkeypatch: pytest.MonkeyPatch, edited: str
+) -> None:
+    """The files define the policy, the optimizer and the cost model. The last one is a module that
+    the cost model imports.
+    """
+    codes = re.findall(r"```python\n(.*?)```", ADDING.read_text(), re.DOTALL)
+    files = {
+        name: next(code for code in codes if f"class {defined}(" in code)
+        for name, defined in (
+            ("pinned.py", "Pinned"),
+            ("lion.py", "Lion"),
+            ("half_link.py", "HalfLink"),
+        )
+    }
+    files["half_link.py"] += "\nimport beside\n"
+    files["beside.py"] = "TIMES = 2\n"
+    for name, code in files.items():
+        (workplace / name).write_text(code)
+    monkeypatch.syspath_prepend(workplace)
+    monkeypatch.delitem(sys.modules, "beside", raising=False)
+    machine = msgspec.to_builtins(HardwareSpec.load("h200"))
+    machine = {name: value for name, value in machine.items() if value is not None}
+    write_toml(Path("machine.toml"), {**machine, "cost_model": "half_link.py"}, "a machine")
+    line = ("sweep", "tiny", "--hardware", "machine.toml", *WORK, "--jobs", 1, "--out", "swept")
+    line = (*line, "--optimizer", "lion.py", "--over", "policy", "pinned.py", "--over", "batch", 1)
+    for text in ("1 plans in", "0 plans in"):
+        outcome = command(*line)
+        assert outcome.status == 0, outcome.err
+        assert f"\n{text}" in outcome.out
+    (workplace / "other.py").write_text("no policy imports this\n")
+    assert "\n0 plans in" in command(*line).out
+    (workplace / edited).write_text(files[edited] + "\nEDITED = True\n")
+    assert "\n1 plans in" in command(*line).out
+
+
+def test_the_source_of_a_file_has_what_it_imports_from_its_folder(tmp_path: Path) -> None:
+    files = {
+        "first.py": "import json\nimport torch\n\ndef late():\n    from helper import value\n",
+        "helper.py": "import package.deep\n",
+        "package/__init__.py": "a = 1\n",
+        "package/deep.py": "from . import near\n",
+        "package/near.py": "raise RuntimeError  # not executed\n",
+        "unrelated.py": "b = 1\n",
+        "broken.py": "def (\n",
+    }
+    (tmp_path / "package").mkdir()
+    for name, code in files.items():
+        (tmp_path / name).write_text(code)
+    found = {text.decode() for text in outside_source(tmp_path / "first.py")}
+    assert found == {files[name] for name in files if name not in ("unrelated.py", "broken.py")}
+    assert outside_source(tmp_path / "broken.py") == [b"def (\n"]
+    assert outside_source(tmp_path / "missing.py") == []
 
 
 def test_each_point_is_planned_unless_knobs_are_swept(
