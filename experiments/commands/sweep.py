@@ -103,7 +103,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
         ),
     )
     options.add_device(parser)
-    options.add_workload(parser)
+    options.add_workload(parser, dtype=None)
 
 
 def grids_of(args: argparse.Namespace) -> list[Axes]:
@@ -150,6 +150,7 @@ def entries_of(args: argparse.Namespace) -> tuple[list[SweepEntry], list[SweepRo
     for name in [name for grid in grids for name in grid["policy"]]:
         policies.find(name)
     model = ModelSpec.load(args.model)
+    args = options.with_dtype(args, hardware, quiet=all("dtype" in grid for grid in grids))
     base = Plan(
         policy=policies.names()[0],
         hardware=hardware_name(args.hardware),
