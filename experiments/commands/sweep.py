@@ -38,6 +38,8 @@ _EXECUTED_STEPS = 5
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
+    from megatrain.experiments.sweep import grid
+
     parser.add_argument(
         "model",
         metavar="MODEL",
@@ -53,9 +55,8 @@ def describe(parser: argparse.ArgumentParser) -> None:
         metavar=("AXIS", "VALUE"),
         help=(
             "an axis of the grid and its values; repeat for each axis, e.g. --over weight_slots 1 2"
-            " 4"
-            " --over chunk_bytes 16MiB 64MiB --over placement.weights '' e,0-11. An axis is policy,"
-            " a knob, a field of the workload, device_memory or host_memory"
+            " 4 --over chunk_bytes 16MiB 64MiB --over placement.weights '' e,0-11. The axes are"
+            f" {grid.in_words()}. The value null leaves a field of the workload unset"
         ),
     )
     parser.add_argument(
@@ -103,7 +104,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
         ),
     )
     options.add_device(parser)
-    options.add_workload(parser, dtype=None)
+    options.add_workload(parser, dtype=None, any_state=False)
 
 
 def grids_of(args: argparse.Namespace) -> list[Axes]:

@@ -67,6 +67,17 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The grids: axis -> its values."""
 
 
+def in_words() -> str:
+    """Returns the names of all axes, as text for a help."""
+    short = {name: f"{name} (or {other})" for other, name in ALIASES.items() if name in _WORK}
+    work = [short.get(name, name) for name in _WORK]
+    knobs = [name for name in AXES if name in KNOBS and name not in _PLACED]
+    return (
+        f"policy; the fields of the workload {', '.join(work)}; the knobs {', '.join(knobs)}; the"
+        f" classes of the placement {', '.join(_PLACED)}; and the limits {' and '.join(LIMITS)}"
+    )
+
+
 def read_grids(path: Path) -> list[Axes]:
     """Returns the grids of a TOML file. Raises UserError if the file is not a list of grids."""
     found = read_toml(path, _File).grid

@@ -17,6 +17,7 @@ import pandas as pd
 import pytest
 import torch
 
+from megatrain.experiments.cli.options import OneLineParser
 from megatrain.experiments.commands import sweep
 from megatrain.experiments.files.outside_source import outside_source
 from megatrain.experiments.sweep import executed, grid, load_sweep
@@ -517,6 +518,30 @@ def test_gradients_are_those_of_the_workload(command: Any) -> None:
     assert sorted(zip(rows["gradients"], rows["placement.gradients"], strict=True)) == [
         (stored, placed) for stored in ("8bit", "exact") for placed in ("", "0-1")
     ]
+
+
+def test_the_help_has_every_axis_and_the_values_that_a_sweep_takes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    parser = OneLineParser()
+    sweep.describe(parser)
+    parser.print_help()
+    text = " ".join(capsys.readouterr().out.split())
+    _, _, axes_on = text.partition("The axes are")
+    listed, _, _ = axes_on.partition("--grid FILE")
+    named = set(re.findall(r"\w+(?:\.\w+)?", listed))
+    assert set(grid.AXES) <= named
+    assert "null leaves a field of the workload unset" in text
+    assert "--state {exact,master24,bf16-sr}" in text
+    assert "any" not in re.findall(r"`(\w+)`", text)
+
+
+def test_null_leaves_a_field_unset() -> None:
+    assert axes(attention=["flash", "null"], token_piece=["null", "64"], exchange_bytes=["0"]) == {
+        "attention": ("flash", None),
+        "token_piece": (None, 64),
+        "exchange_bytes": (0,),
+    }
 
 
 def test_no_other_name_of_an_axis_is_the_name_of_an_axis() -> None:
