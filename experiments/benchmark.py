@@ -73,7 +73,7 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
     )
     options.add_limits(parser)
     options.add_policy(parser)
-    options.add_workload(parser)
+    options.add_workload(parser, any_state=False)
 
 
 def _plan_actions() -> list[argparse.Action]:

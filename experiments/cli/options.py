@@ -328,12 +328,14 @@ def add_workload(
     batch: int | None = 32,
     loss_chunk: int | None = LOSS_CHUNK,
     dtype: str | None = BF16,
+    any_state: bool = True,
 ) -> None:
     """Adds the options from which `workload` makes a Workload.
 
     `batch` is the default of `--batch`. With None, the command finds a batch that fits.
     `loss_chunk` is the default of `--loss-chunk`. With None, the command chooses a loss chunk.
     `dtype` is the default of `--dtype`. With None, the command calls `with_dtype`.
+    `any_state` says whether the command finds a format that fits for `--state any`.
     """
     group = parser.add_argument_group("workload")
     group.add_argument(
@@ -387,14 +389,14 @@ def add_workload(
     )
     group.add_argument(
         "--state",
-        choices=(*FORMATS, ANY),
+        choices=(*FORMATS, ANY) if any_state else tuple(FORMATS),
         default=EXACT,
         help="format of master weights and moments: "
         + "; ".join(
             f"`{state.name}`{' (default)' if state.name == EXACT else ''}, {state.what}"
             for state in FORMATS.values()
         )
-        + f"; `{ANY}`, the first of these formats with which the model fits",
+        + (f"; `{ANY}`, the first of these formats with which the model fits" if any_state else ""),
     )
     group.add_argument(
         "--gradients",

@@ -115,7 +115,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
             " the library. torchrun starts a process for each GPU, and no layers are measured"
         ),
     )
-    options.add_workload(parser)
+    options.add_workload(parser, any_state=False)
     parser.set_defaults(batch=None, seq=None, dtype=None)  # each default set has its own values
     for action in parser._actions:
         action.help = _HELP.get(action.dest, action.help)

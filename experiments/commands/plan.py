@@ -62,7 +62,8 @@ def describe(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="with --from: change a knob, a placement, the policy, a field of the workload, the"
         " number of GPUs or hosts, the network, or a memory limit, e.g. checkpoint_interval=1,"
-        " weights=e,0-11, hosts=2, network=50 or device_memory=40GiB",
+        " weights=e,0-11, hosts=2, network=50 or device_memory=40GiB; `megatrain sweep --help`"
+        " lists the names",
     )
     parser.add_argument(
         "--why",

@@ -19,6 +19,7 @@ import msgspec
 from megatrain.experiments.cli import file_arguments, options
 from megatrain.experiments.cli.verdict import from_options
 from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from megatrain.experiments.sweep.grid import Axes
     from megatrain.experiments.sweep.running import SweepEntry
+    from megatrain.experiments.sweep.store import SweepRow
     from megatrain.simulator.hardware.machine import HardwareSpec
     from megatrain.simulator.model.specs import ModelSpec
     from megatrain.simulator.model.workload import Kernel, Workload
@@ -36,6 +38,8 @@ _EXECUTED_STEPS = 5
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
+    from megatrain.experiments.sweep import grid
+
     parser.add_argument(
         "model",
         metavar="MODEL",
@@ -51,9 +55,8 @@ def describe(parser: argparse.ArgumentParser) -> None:
         metavar=("AXIS", "VALUE"),
         help=(
             "an axis of the grid and its values; repeat for each axis, e.g. --over weight_slots 1 2"
-            " 4"
-            " --over chunk_bytes 16MiB 64MiB --over placement.weights '' e,0-11. An axis is policy,"
-            " a knob, a field of the workload, device_memory or host_memory"
+            " 4 --over chunk_bytes 16MiB 64MiB --over placement.weights '' e,0-11. The axes are"
+            f" {grid.in_words()}. The value null leaves a field of the workload unset"
         ),
     )
     parser.add_argument(
@@ -101,7 +104,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
         ),
     )
     options.add_device(parser)
-    options.add_workload(parser)
+    options.add_workload(parser, dtype=None, any_state=False)
 
 
 def grids_of(args: argparse.Namespace) -> list[Axes]:
@@ -125,14 +128,15 @@ def grids_of(args: argparse.Namespace) -> list[Axes]:
     return [{**grid, **given} for grid in (read_grids(args.grid) if args.grid else [{}])]
 
 
-def entries_of(args: argparse.Namespace) -> list[SweepEntry]:
+def entries_of(args: argparse.Namespace) -> tuple[list[SweepEntry], list[SweepRow]]:
     """Returns an entry for each point of the sweep: a plan, and whether its knobs are to be chosen.
+    Also returns the rows of the points whose values exclude each other.
 
     Raises UserError for an unknown policy or model, or a value that its axis does not allow.
     """
-    from megatrain.experiments.sweep.grid import KNOBS, plans
+    from megatrain.experiments.sweep.grid import KNOBS, combinations
     from megatrain.experiments.sweep.running import SweepEntry
-    from megatrain.experiments.sweep.store import Keys, sources_digest
+    from megatrain.experiments.sweep.store import Keys, SweepRow, sources_digest
     from megatrain.simulator import policies
     from megatrain.simulator.hardware.machine import HardwareSpec, hardware_name
     from megatrain.simulator.model import optimizer
@@ -147,6 +151,7 @@ def entries_of(args: argparse.Namespace) -> list[SweepEntry]:
     for name in [name for grid in grids for name in grid["policy"]]:
         policies.find(name)
     model = ModelSpec.load(args.model)
+    args = options.with_dtype(args, hardware, quiet=all("dtype" in grid for grid in grids))
     base = Plan(
         policy=policies.names()[0],
         hardware=hardware_name(args.hardware),
@@ -156,15 +161,30 @@ def entries_of(args: argparse.Namespace) -> list[SweepEntry]:
         device_limit_bytes=args.device_memory or hardware.device_bytes,
         host_limit_bytes=args.host_memory or hardware.host_bytes,
     )
+    usual = (base.workload.optimizer,)
+    for name in dict.fromkeys(name for grid in grids for name in grid.get("optimizer", usual)):
+        optimizer.find(name)
     executed = ["executed", args.steps, args.device] if args.execute else []
     keys = Keys(base, hardware, [sources_digest(), *executed])
     planned = [grid for grid in grids if not (args.default_knobs or KNOBS & grid.keys())]
     given = [grid for grid in grids if grid not in planned]
-    points = [
-        (plan, chosen)
-        for group, chosen in ((planned, True), (given, False))
-        for plan in plans(base, group)
-    ]
+    points: list[tuple[Plan, bool]] = []
+    impossible: list[SweepRow] = []
+    for group, chosen in ((planned, True), (given, False)):
+        for plan in combinations(base, group):
+            if isinstance(plan, Plan):
+                points.append((plan, chosen))
+                continue
+            impossible.append(
+                SweepRow(
+                    key=keys.of(plan, planned=chosen),
+                    model=model.name,
+                    hardware=hardware.name,
+                    planned=chosen,
+                    decided_by="refused",
+                    **plan._asdict(),
+                )
+            )
     if not (args.attention or any("attention" in grid for grid in grids)):
         kernels: dict[Workload, Kernel | None] = {}
         device = options.device(args) if args.execute else None
@@ -172,9 +192,7 @@ def entries_of(args: argparse.Namespace) -> list[SweepEntry]:
             (_with_kernel(plan, hardware, device, kernels), chosen) for plan, chosen in points
         ]
     entries = [SweepEntry(plan, keys.of(plan, planned=chosen), chosen) for plan, chosen in points]
-    for name in dict.fromkeys(entry.plan.workload.optimizer for entry in entries):
-        optimizer.find(name)
-    return entries
+    return entries, impossible
 
 
 def _with_kernel(
@@ -209,15 +227,18 @@ def _has_kernel(device: torch.device | None, model: ModelSpec, work: Workload) -
     return True
 
 
-def _what_was_planned(entries: Sequence[SweepEntry]) -> str:
-    """Returns the first lines of the output: how the plans got their knobs."""
+def _what_was_planned(entries: Sequence[SweepEntry], impossible: int) -> str:
+    """Returns the first lines of the output: how the plans got their knobs, and the number of
+    points that are `impossible`.
+    """
     planned = sum(entry.planned for entry in entries)
     given = len(entries) - planned
-    lines = [
-        f"planned {planned:,} points: knobs and placement are the fastest that fit",
-        f"took {given:,} plans as given: knobs that are not swept have their default values",
-    ]
-    return "\n".join(line for line, count in zip(lines, (planned, given), strict=True) if count)
+    lines = {
+        f"planned {planned:,} points: knobs and placement are the fastest that fit": planned,
+        f"took {given:,} plans as given: knobs that are not swept have their default values": given,
+        f"refused {counted(impossible, 'point')} whose values exclude each other": impossible,
+    }
+    return "\n".join(line for line, count in lines.items() if count)
 
 
 def _progress(text: str) -> None:
@@ -237,14 +258,15 @@ def run(args: argparse.Namespace) -> int:
 
     from megatrain.experiments.sweep import running
     from megatrain.experiments.sweep.flat import ROWS, write_csv
-    from megatrain.experiments.sweep.store import Store, SweepRow
+    from megatrain.experiments.sweep.store import Store
     from megatrain.experiments.sweep.table import point, table
     from megatrain.runtime.host import cores
     from megatrain.simulator.hardware.machine import HardwareSpec
 
-    entries, hardware = entries_of(args), HardwareSpec.load(args.hardware)
+    (entries, impossible), hardware = entries_of(args), HardwareSpec.load(args.hardware)
     axes = list(dict.fromkeys(name for grid in grids_of(args) for name in grid))
-    numbers = {entry.key: number for number, entry in enumerate(entries, 1)}
+    keys = [*(entry.key for entry in entries), *(row.key for row in impossible)]
+    numbers = {key: number for number, key in enumerate(keys, 1)}
     store_path, csv_path = args.out / ROWS, args.out / "rows.csv"
     file_arguments.check_writable(store_path)
     console = Console(stderr=True)
@@ -261,17 +283,16 @@ def run(args: argparse.Namespace) -> int:
         Progress(*columns, console=console, disable=not console.is_terminal) as bars,
     ):
         todo = [entry for entry in entries if entry.key not in store.rows]
-        bar = bars.add_task(
-            "execute" if args.execute else "simulate",
-            total=len(entries),
-            completed=len(entries) - len(todo),
-        )
+        refused = [row for row in impossible if row.key not in store.rows]
+        done = len(keys) - len(todo) - len(refused)
+        name = "execute" if args.execute else "simulate"
+        bar = bars.add_task(name, total=len(keys), completed=done)
 
         def advance(rows: list[SweepRow]) -> None:
             bars.advance(bar, len(rows))
 
         def begin(row: SweepRow) -> None:
-            _progress(f"plan {numbers[row.key]:,} of {len(entries):,}: {point(row, axes)}")
+            _progress(f"plan {numbers[row.key]:,} of {len(keys):,}: {point(row, axes)}")
 
         def end(rows: list[SweepRow]) -> None:
             advance(rows)
@@ -281,20 +302,22 @@ def run(args: argparse.Namespace) -> int:
                 elif row.decided_by == "memory":
                     _progress(f"not run: it does not fit, limited by {row.binding}")
 
+        store.add(refused)
+        advance(refused)
         if args.execute:
             running.execute(
                 todo, hardware, store, end, before=begin, steps=args.steps, device=args.device
             )
         else:
             running.simulate(todo, hardware, store, advance, jobs=args.jobs or cores())
-        rows = [store.rows[entry.key] for entry in entries]
+        rows = [store.rows[key] for key in keys]
         write_csv(csv_path, store.rows.values())
-    print(_what_was_planned(entries))
+    print(_what_was_planned(entries, len(impossible)))
     print(table(rows, axes))
     seconds = time.perf_counter() - begun
     print(
-        f"\n{len(todo):,} plans in {seconds:.1f} s, {len(entries) - len(todo):,} had been done"
-        f" before; wrote {store_path} and {csv_path}"
+        f"\n{len(keys) - done:,} plans in {seconds:.1f} s, {done:,} had been done before;"
+        f" wrote {store_path} and {csv_path}"
     )
     if any(row.timed for row in rows):
         from megatrain.experiments.sweep.picture import draw

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from megatrain.experiments.sweep.store import Decided, SweepRow
+from megatrain.experiments.sweep.store import Decided, RowWorkload, SweepRow
 from megatrain.simulator import policies
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import CostModel, cost_model
@@ -117,7 +117,7 @@ class Simulator:
             "hardware": self.hardware.name,
             "policy": plan.policy,
             "knobs": plan.knobs,
-            "workload": plan.workload,
+            "workload": RowWorkload.of(plan.workload),
             "device_limit_bytes": plan.device_limit_bytes,
             "host_limit_bytes": plan.host_limit_bytes,
         }

@@ -1,9 +1,10 @@
 """The store of a sweep: rows as JSON lines, which are appended as soon as they are known. So an
 interrupted sweep can continue.
 
-The key of a row is a digest of everything that decides the row: the plan, the machine, and for a
-simulation the simulator's sources. So a sweep with an edited policy is simulated again. If a key
-occurs twice, the later line counts.
+The key of a row is a digest of everything that decides the row: the plan, the machine, the
+simulator's sources, and the files outside the package that define the policy, the optimizer or the
+cost model. So a sweep with an edited policy is simulated again. If a key occurs twice, the later
+line counts.
 """
 
 from __future__ import annotations
@@ -13,21 +14,54 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import msgspec
 import xxhash
 
 import megatrain.simulator
 from megatrain.experiments.files.code_digest import code_digest
+from megatrain.experiments.files.outside_source import outside_source
 from megatrain.experiments.files.row_file import parse_rows, write_rows
 from megatrain.runtime.files.file_lock import FileLock
+from megatrain.simulator.costs import outside_file
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.schedule.plan import Knobs, Plan
 
 Decided = Literal["refused", "memory", "evaluator", "engine", "execution"]
 """How a row's result was found (`SweepRow.decided_by`)."""
+
+
+class RowWorkload(Workload, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The workload of a row. Unlike other workloads, it may have values that exclude each other,
+    because such a combination has a row that says why it was refused.
+    """
+
+    def __post_init__(self) -> None:
+        """Allows every value."""
+
+    @classmethod
+    def of(cls, workload: Workload, changes: dict[str, Any] | None = None) -> Self:
+        """Returns `workload` with `changes`."""
+        return cls(**{**msgspec.structs.asdict(workload), **(changes or {})})
+
+
+class ImpossiblePlan(NamedTuple):
+    """A combination of values that no plan can have."""
+
+    policy: str
+    """The policy."""
+    knobs: Knobs
+    """The knobs."""
+    workload: RowWorkload
+    """The workload."""
+    device_limit_bytes: int
+    """The limit of device memory."""
+    host_limit_bytes: int
+    """The limit of host memory."""
+    reason: str
+    """Why no plan can have these values together."""
 
 
 class SweepRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,15 +77,15 @@ class SweepRow(msgspec.Struct, frozen=True, kw_only=True):
     """The plan's policy: a name, or the path of a file."""
     knobs: Knobs
     """The plan's knobs."""
-    workload: Workload
+    workload: RowWorkload
     """The plan's workload."""
     device_limit_bytes: int
     """The plan's limit of device memory."""
     host_limit_bytes: int
     """The plan's limit of host memory."""
     decided_by: Decided
-    """How the result was found. `refused`: the policy refuses the plan, this machine has too little
-    memory to run it, or its run failed.
+    """How the result was found. `refused`: no plan can have these values together, the policy
+    refuses the plan, this machine has too little memory to run it, or its run failed.
     `memory`: the plan does not fit. `evaluator`: computed by the evaluator, which is exact because
     no op slows another. `engine`: simulated by the engine. `execution`: measured on a machine.
     """
@@ -101,30 +135,41 @@ def sources_digest() -> str:
 
 class Keys:
     """Makes keys for one model's plans on one machine. `context` has everything else on which a row
-    depends, such as the digest of the sources.
+    depends, such as the digest of the sources. Files outside the package are read once.
     """
 
     def __init__(self, plan: Plan, hardware: HardwareSpec, context: Iterable[Any]) -> None:
+        self._outside: dict[Path, str] = {}
+        costs = outside_file(hardware)
+        source = self._source(costs) if costs else ""
         self._common = xxhash.xxh3_128(
-            msgspec.msgpack.encode((plan.model, hardware, list(context)), order="sorted")
+            msgspec.msgpack.encode((plan.model, hardware, source, list(context)), order="sorted")
         ).digest()
 
-    def of(self, plan: Plan, *, planned: bool = False) -> str:
+    def of(self, plan: Plan | ImpossiblePlan, *, planned: bool = False) -> str:
         """Returns the key of a plan. With `planned`, the planner chooses the knobs, so the key does
         not depend on those of `plan`.
         """
-        source = (
-            Path(plan.policy).read_text(encoding="utf-8") if plan.policy.endswith(".py") else ""
-        )
         identity = (
             plan.policy,
-            source,
             plan.workload,
+            [
+                self._source(Path(name))
+                for name in (plan.policy, plan.workload.optimizer)
+                if name.endswith(".py")
+            ],
             "planned" if planned else plan.knobs,
             plan.device_limit_bytes,
             plan.host_limit_bytes,
         )
         return xxhash.xxh3_64_hexdigest(self._common + msgspec.msgpack.encode(identity))
+
+    def _source(self, path: Path) -> str:
+        """Returns a digest of a `.py` file and of the modules that it imports from its folder."""
+        if path not in self._outside:
+            content = msgspec.msgpack.encode(outside_source(path))
+            self._outside[path] = xxhash.xxh3_128_hexdigest(content)
+        return self._outside[path]
 
 
 class Store:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from megatrain.experiments.sweep.front import LEAST_GAIN, fastest, front
-from megatrain.experiments.sweep.grid import AXES, KNOBS, LIMITS
+from megatrain.experiments.sweep.grid import ALIASES, AXES, KNOBS, LIMITS
 from megatrain.experiments.sweep.store import SweepRow
 from megatrain.simulator.base.units import format_bytes, format_seconds
 from megatrain.simulator.compare.error_table import align
@@ -84,7 +84,8 @@ def _setting(row: SweepRow, name: str) -> str:
 
 
 def _heading(name: str) -> str:
-    return name.removeprefix("placement.")
+    short = name.removeprefix("placement.")
+    return short if ALIASES.get(short) == name else name
 
 
 def _varies(rows: Sequence[SweepRow], name: str) -> bool:

@@ -7,6 +7,7 @@ durations from a run, to check the engine.
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 
 from megatrain.simulator.base import plugins
 from megatrain.simulator.base.errors import UserError
@@ -35,6 +36,7 @@ __all__ = [
     "EstimatedCosts",
     "cost_model",
     "costs_of",
+    "outside_file",
 ]
 
 
@@ -135,12 +137,19 @@ def _uncorrected(
     return Calibrated(table, datasheet, sharing, elementwise, documents)
 
 
+def outside_file(hardware: HardwareSpec) -> Path | None:
+    """Returns the path of the `.py` file that `hardware.cost_model` names, or None if it is not the
+    path of a file.
+    """
+    return Path(hardware.cost_model) if hardware.cost_model.endswith(".py") else None
+
+
 def _from_outside(hardware: HardwareSpec, model: ModelSpec, workload: Workload) -> CostModel:
     """Returns the cost model that `hardware.cost_model` names."""
     name = hardware.cost_model
     where = f"hardware {hardware.name}: cost_model {name}"
-    if name.endswith(".py"):
-        make = getattr(plugins.load_file("cost model", name), "cost_model", None)
+    if file := outside_file(hardware):
+        make = getattr(plugins.load_file("cost model", str(file)), "cost_model", None)
     elif name in plugins.installed(GROUP):
         make = plugins.load(GROUP, name)
     else:

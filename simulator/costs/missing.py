@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.model.attention_kernel import KERNELS
 from megatrain.simulator.schedule import has_saved_attention
 
 _KINDS = {
@@ -22,6 +23,15 @@ _SHAPE = re.compile(
     r"(?P<family>[^-/]+)-(?P<width>\d+)(c\d+)?x.*/(?P<batch>\d+)x(?P<sequence>\d+)"
     r"-(?P<dtype>[^-]+)(-fp8-(?P<scaling>[^-]+))?(?P<rest>.*)"
 )
+_WITHOUT_OPTION = {
+    r"pieces(\d+)": r"pieces of \1 tokens",
+    r"groups(\d+)": r"\1 groups of heads",
+    "rebuilt": "outputs rebuilt",
+    "short": "last products left out",
+}
+"""Suffix of a shape for which `megatrain calibrate` takes no option -> the suffix in words. It
+measures layers that rebuild outputs or leave out products where a plan may have them, and others
+follow from layers that were measured without pieces and groups."""
 _MOST = 6
 
 
@@ -81,12 +91,18 @@ def _parsed(shape: str) -> _ShapeText:
     if scaling:
         options.append(f"--fp8-scaling {scaling}")
     for suffix in suffixes:
-        if suffix not in ("compiled", "documents"):
+        if suffix in KERNELS:
             how.append(f"attention kernel {suffix}")
             options.append(f"--attention {suffix}")
     if "compiled" in suffixes:
         how.append("compiled")
         options.append("--compile")
+    how += [
+        re.sub(pattern, words, suffix)
+        for suffix in suffixes
+        for pattern, words in _WITHOUT_OPTION.items()
+        if re.fullmatch(pattern, suffix)
+    ]
     if "documents" in suffixes:
         how.append("rows of several documents")
     else:

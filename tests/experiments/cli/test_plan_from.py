@@ -192,7 +192,7 @@ def test_a_plan_for_several_gpus_is_predicted_and_trained_by_ranks_only(command:
     assert refused.status == 2
     error = "ranks: found 1; allowed: 2, the GPUs of the plan; fix: start the command with"
     assert error in refused.err
-    kept = ("--set", "weights=all", "--set", "moments=0", "--set", "gradients=h")
+    kept = ("--set", "weights=all", "--set", "moments=0", "--set", "placement.gradients=h")
     moved = command("plan", "--from", "new.toml", "--out", "kept.toml", *kept)
     assert (moved.status, moved.err) == (0, "")
     plan = Plan.load(Path("kept.toml"))
@@ -252,3 +252,12 @@ def test_plan_writes_a_plan_for_several_gpus(command: Any, tmp_path: Path) -> No
     refused = command("plan", "qwen2.5-7b", *words, "--optimizer", "muon", "--out", out)
     assert refused.status == 2
     assert "plan for 2 GPUs: workload: optimizer: found muon" in refused.err
+
+
+@pytest.mark.usefixtures("workplace")
+def test_gradients_are_set_in_the_workload(command: Any) -> None:
+    words = ("policy=overlapped", "gradients=8bit", "placement.gradients=0")
+    outcome = command(*FROM, *(word for each in words for word in ("--set", each)))
+    assert (outcome.status, outcome.err) == (0, "")
+    plan = Plan.load(Path("new.toml"))
+    assert (plan.workload.gradients, plan.knobs.placement.gradients) == ("8bit", "0")

@@ -1,4 +1,4 @@
-"""Tests of the dtype that `check` and `plan` take without `--dtype`."""
+"""Tests of the dtype that `check`, `plan` and `sweep` take without `--dtype`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from megatrain.experiments.cli import options
+from megatrain.experiments.sweep import load_sweep
 from megatrain.experiments.web.answer import answer
 from megatrain.experiments.web.question import Question
 from megatrain.simulator.base.files import write_toml
@@ -51,6 +52,32 @@ def test_the_usual_dtype_is_one_that_the_machine_has_a_rate_for(
     planned = command("plan", *words, "--out", "new.toml")
     assert (planned.status, planned.err) == (0, said)
     assert Plan.load("new.toml").workload.dtype == dtype
+
+
+@pytest.mark.usefixtures("workplace")
+@pytest.mark.parametrize(
+    ("rates", "option", "dtypes", "said"),
+    [
+        (("fp32",), (), ["fp32"], SAID),
+        (("fp32",), ("--dtype", "fp32"), ["fp32"], ""),
+        (("fp32",), ("--over", "dtype", "fp32"), ["fp32"], ""),
+        (("fp32", "bf16"), (), ["bf16"], ""),
+        (("fp32", "bf16"), ("--over", "dtype", "bf16", "fp32"), ["bf16", "fp32"], ""),
+    ],
+)
+def test_a_sweep_takes_the_usual_dtype_unless_dtypes_are_swept(
+    command: Callable[..., Any],
+    rates: tuple[str, ...],
+    option: tuple[str, ...],
+    dtypes: list[str],
+    said: str,
+) -> None:
+    write_toml(Path("machine.toml"), machine(*rates), "a machine")
+    words = ("sweep", "tiny", "--hardware", "machine.toml", *SIZE, "--policy", "resident")
+    outcome = command(*words, "--jobs", 1, "--out", "swept", *option)
+    assert (outcome.status, outcome.err) == (0, said)
+    rows = load_sweep("swept")
+    assert (sorted(rows["dtype"]), rows["fits"].all()) == (dtypes, True)
 
 
 def test_the_page_takes_the_usual_dtype_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:

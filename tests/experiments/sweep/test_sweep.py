@@ -7,6 +7,7 @@ user needs only its file. `--execute` measures the plans.
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ import pandas as pd
 import pytest
 import torch
 
+from megatrain.experiments.cli.options import OneLineParser
 from megatrain.experiments.commands import sweep
+from megatrain.experiments.files.outside_source import outside_source
 from megatrain.experiments.sweep import executed, grid, load_sweep
 from megatrain.experiments.sweep.flat import write_csv
 from megatrain.experiments.sweep.front import fastest, front
@@ -28,6 +31,7 @@ from megatrain.experiments.sweep.table import table
 from megatrain.runtime.memory.fitting import LOADING_BYTES
 from megatrain.simulator import policies
 from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.files import write_toml
 from megatrain.simulator.base.units import format_bytes
 from megatrain.simulator.costs import cost_model
 from megatrain.simulator.hardware.machine import HardwareSpec
@@ -238,6 +242,62 @@ def test_the_sources_are_part_of_a_key(
     assert Keys(plan, H200, digests[:1]).of(make_plan(weight_slots=3)) not in keys
 
 
+@pytest.mark.parametrize("edited", ["pinned.py", "lion.py", "half_link.py", "beside.py"])
+def test_a_point_is_simulated_again_if_a_file_outside_the_package_changed(
+    command: Any, workplace: Path, monkeypatch: pytest.MonkeyPatch, edited: str
+) -> None:
+    """The files define the policy, the optimizer and the cost model. The last one is a module that
+    the cost model imports.
+    """
+    codes = re.findall(r"```python\n(.*?)```", ADDING.read_text(), re.DOTALL)
+    files = {
+        name: next(code for code in codes if f"class {defined}(" in code)
+        for name, defined in (
+            ("pinned.py", "Pinned"),
+            ("lion.py", "Lion"),
+            ("half_link.py", "HalfLink"),
+        )
+    }
+    files["half_link.py"] += "\nimport beside\n"
+    files["beside.py"] = "TIMES = 2\n"
+    for name, code in files.items():
+        (workplace / name).write_text(code)
+    monkeypatch.syspath_prepend(workplace)
+    monkeypatch.delitem(sys.modules, "beside", raising=False)
+    machine = msgspec.to_builtins(HardwareSpec.load("h200"))
+    machine = {name: value for name, value in machine.items() if value is not None}
+    write_toml(Path("machine.toml"), {**machine, "cost_model": "half_link.py"}, "a machine")
+    line = ("sweep", "tiny", "--hardware", "machine.toml", *WORK, "--jobs", 1, "--out", "swept")
+    line = (*line, "--optimizer", "lion.py", "--over", "policy", "pinned.py", "--over", "batch", 1)
+    for text in ("1 plans in", "0 plans in"):
+        outcome = command(*line)
+        assert outcome.status == 0, outcome.err
+        assert f"\n{text}" in outcome.out
+    (workplace / "other.py").write_text("no policy imports this\n")
+    assert "\n0 plans in" in command(*line).out
+    (workplace / edited).write_text(files[edited] + "\nEDITED = True\n")
+    assert "\n1 plans in" in command(*line).out
+
+
+def test_the_source_of_a_file_has_what_it_imports_from_its_folder(tmp_path: Path) -> None:
+    files = {
+        "first.py": "import json\nimport torch\n\ndef late():\n    from helper import value\n",
+        "helper.py": "import package.deep\n",
+        "package/__init__.py": "a = 1\n",
+        "package/deep.py": "from . import near\n",
+        "package/near.py": "raise RuntimeError  # not executed\n",
+        "unrelated.py": "b = 1\n",
+        "broken.py": "def (\n",
+    }
+    (tmp_path / "package").mkdir()
+    for name, code in files.items():
+        (tmp_path / name).write_text(code)
+    found = {text.decode() for text in outside_source(tmp_path / "first.py")}
+    assert found == {files[name] for name in files if name not in ("unrelated.py", "broken.py")}
+    assert outside_source(tmp_path / "broken.py") == [b"def (\n"]
+    assert outside_source(tmp_path / "missing.py") == []
+
+
 def test_each_point_is_planned_unless_knobs_are_swept(
     command: Any, monkeypatch: pytest.MonkeyPatch, workplace: Path
 ) -> None:
@@ -385,7 +445,29 @@ def test_the_front_has_the_plans_that_no_other_beats(make_plan: Any) -> None:
         (("--over", "slots", 1), "'slots'; allowed: policy, a knob"),
         (("--over", "weight_slots", "two"), "found 'two'"),
         (("--over", "weight_slots", 0), "knobs: weight_slots: found 0"),
-        (("--over", "clipping", "some"), "found 'some'"),
+        (
+            ("--over", "clipping", "some"),
+            "found 'some'; allowed: global, layer, update, adagc, none",
+        ),
+        (("--over", "gradients", "foo"), "found 'foo'; allowed: exact, 8bit; fix: write another"),
+        (
+            ("--over", "attention", "none"),
+            "allowed: flash, cudnn, flash4, or null to leave it unset",
+        ),
+        (
+            ("--over", "dtype", "fp8"),
+            "allowed: bf16, fp32; fix: set fp8 instead, which is rowwise, tens",
+        ),
+        (("--over", "token_piece", "none"), "allowed: a whole number, or null to leave it unset"),
+        (("--over", "documents", "maybe"), "found 'maybe'; allowed: true, false; fix: "),
+        (("--over", "state", "exakt", "exact"), "state: found exakt; allowed: exact, master24, bf"),
+        (("--over", "optimizer", "adamw", "adamm"), "found 'adamm'; allowed: a name that"),
+        (("--over", "batch", 1, 0), "batch: found 0; allowed: 1 to"),
+        (("--over", "sum_group", 1, 0), "sum_group: found 0; allowed: a divisor"),
+        (
+            ("--over", "token_piece", 0, "--over", "fp8", "rowwise"),
+            "token_piece: found 0; allowed:",
+        ),
         (("--over", "weight_slots"), "no value"),
         (("--over", "batch", 1, "--over", "batch", 2), "batch twice"),
         (("--over", "policy", "k_buffers"), "did you mean k_buffer?"),
@@ -395,12 +477,16 @@ def test_the_front_has_the_plans_that_no_other_beats(make_plan: Any) -> None:
             "1,002,001 plans; allowed: at most 1,000,000",
         ),
         (("--grid", "none.toml"), "none.toml"),
+        (("--grid", "zero.toml"), "device_limit_bytes: found 0; allowed: >= 1"),
+        (("--grid", "half.toml"), "found 0.5; allowed: a size such as 24GiB, or a whole number of"),
     ],
 )
 @pytest.mark.usefixtures("workplace")
 def test_mistakes_give_one_line_errors(
     command: Any, words: tuple[object, ...], message: str
 ) -> None:
+    for name, limit in (("zero", 0), ("half", 0.5)):
+        Path(f"{name}.toml").write_text(f'[[grid]]\ndevice_memory = ["24GiB", {limit}]\n')
     outcome = command(
         "sweep",
         "tiny",
@@ -417,6 +503,106 @@ def test_mistakes_give_one_line_errors(
     assert message in outcome.err
     assert outcome.err.count("\n") == 1
     assert not Path("swept").exists()
+
+
+@pytest.mark.usefixtures("workplace")
+def test_gradients_are_those_of_the_workload(command: Any) -> None:
+    """The class of the placement with this name has its full name, also in the table."""
+    words = ("sweep", "tiny", "--hardware", "h200", *WORK, "--jobs", 1, "--out", "swept")
+    over = ("--over", "gradients", "exact", "8bit", "--policy", "overlapped")
+    outcome = command(*words, *over, "--over", "placement.gradients", "", "0-1")
+    assert outcome.status == 0, outcome.err
+    assert header(outcome.out) == ["policy", "gradients", "placement.gradients", *RESULTS]
+    rows = load_sweep("swept")
+    assert rows["fits"].all()
+    assert sorted(zip(rows["gradients"], rows["placement.gradients"], strict=True)) == [
+        (stored, placed) for stored in ("8bit", "exact") for placed in ("", "0-1")
+    ]
+
+
+def test_the_help_has_every_axis_and_the_values_that_a_sweep_takes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    parser = OneLineParser()
+    sweep.describe(parser)
+    parser.print_help()
+    text = " ".join(capsys.readouterr().out.split())
+    _, _, axes_on = text.partition("The axes are")
+    listed, _, _ = axes_on.partition("--grid FILE")
+    named = set(re.findall(r"\w+(?:\.\w+)?", listed))
+    assert set(grid.AXES) <= named
+    assert "null leaves a field of the workload unset" in text
+    assert "--state {exact,master24,bf16-sr}" in text
+    assert "any" not in re.findall(r"`(\w+)`", text)
+
+
+def test_null_leaves_a_field_unset() -> None:
+    assert axes(attention=["flash", "null"], token_piece=["null", "64"], exchange_bytes=["0"]) == {
+        "attention": ("flash", None),
+        "token_piece": (None, 64),
+        "exchange_bytes": (0,),
+    }
+
+
+def test_no_other_name_of_an_axis_is_the_name_of_an_axis() -> None:
+    assert grid.ALIASES.keys().isdisjoint(grid.AXES)
+    assert set(grid.ALIASES.values()) <= set(grid.AXES)
+    assert len(set(grid.AXES)) == len(grid.AXES)
+
+
+@pytest.mark.parametrize(
+    ("words", "refused"),
+    [
+        (
+            "--over optimizer lion.py adamw muon --over state exact master24",
+            {"lion.py master24": "state: found master24 with optimizer lion.py; allowed: master24"},
+        ),
+        (
+            "--over dtype bf16 fp32 --over state exact master24",
+            {"fp32 master24": "state: found master24 with dtype fp32; allowed: master24 with"},
+        ),
+        (
+            "--gradients 8bit --over accumulation 1 2",
+            {"2": "gradients: found 8bit with accumulation 2; allowed: 8bit with accumulation 1"},
+        ),
+        (
+            "--over optimizer adamw muon --over clipping global update",
+            {"muon update": "clipping: found update with optimizer muon; allowed: update with"},
+        ),
+        (
+            "--over accumulation 2 3 --over micro_batch_group 1 3",
+            {"2 3": "micro_batch_group: found 3; allowed: a divisor of the accumulation, 2"},
+        ),
+        (
+            "--over accumulation 4 3 --over sum_group 1 3 --default-knobs",
+            {"4 3": "sum_group: found 3; allowed: a divisor of the accumulation, 4"},
+        ),
+    ],
+)
+def test_an_impossible_combination_is_a_row_with_the_reason(
+    command: Any, workplace: Path, words: str, refused: dict[str, str]
+) -> None:
+    """The other combinations are simulated. A sweep that is continued has both kinds of rows."""
+    lion = re.findall(r"```python\n(.*?)```", ADDING.read_text(), re.DOTALL)[1]
+    (workplace / "lion.py").write_text(lion)
+    line = ("sweep", "tiny", "--hardware", "h200", *WORK[:-2], "--policy", "overlapped")
+    line = (*line, "--jobs", 1, "--out", "swept", *words.split())
+    outcome = command(*line)
+    assert (outcome.status, outcome.err) == (0, "")
+    rows = load_sweep("swept")
+    axes = re.findall(r"--over (\w+)", words)
+    assert len(rows) == 2 ** len(axes) * (1.5 if "lion.py" in words else 1)
+    found = {
+        " ".join(str(row[name]) for name in axes): row["reason"]
+        for row in rows[rows["decided_by"] == "refused"].to_dict("records")
+    }
+    assert all(reason in found[key] for key, reason in refused.items())
+    assert len(rows) - len(found) == rows["fits"].sum() > 0
+    assert f"\nrefused {len(refused)} point whose values exclude each other\n" in outcome.out
+    before = Path("swept/rows.jsonl").read_bytes()
+    again = command(*line)
+    assert re.search(rf"\n0 plans in .* s, {len(rows)} had been done before", again.out)
+    assert Path("swept/rows.jsonl").read_bytes() == before
 
 
 @pytest.mark.usefixtures("workplace")

@@ -27,7 +27,7 @@ from megatrain.simulator.hardware.cost_table import COMPUTE_KINDS, Workspace
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.op_work import attention_shape, op_work, share_of_row
 from megatrain.simulator.model.specs import ModelSpec
-from megatrain.simulator.model.workload import DOCUMENTS, Workload
+from megatrain.simulator.model.workload import DOCUMENTS, Workload, rebuilding, shortened
 from megatrain.simulator.schedule import Op
 from megatrain.simulator.schedule.plan import Plan
 
@@ -729,6 +729,17 @@ def test_layers_that_differ_are_looked_up_apart(
             "fp8 (tensorwise), attention kernel flash, rows of several documents",
             "--dtype fp8 --fp8-scaling tensorwise --attention flash ",
         ),
+        (
+            "bf16-compiled-flash-rebuilt-short-documents",
+            "bf16, attention kernel flash, compiled, outputs rebuilt, last products left out, rows"
+            " of several documents",
+            "--dtype bf16 --attention flash --compile --out",
+        ),
+        (
+            "bf16-pieces2048-groups4-documents",
+            "bf16, pieces of 2048 tokens, 4 groups of heads, rows of several documents",
+            "--dtype bf16 --out",
+        ),
     ],
 )
 def test_the_error_describes_a_shape_that_was_not_measured_in_words(
@@ -746,17 +757,32 @@ def test_the_error_describes_a_shape_that_was_not_measured_in_words(
     assert layer not in error
 
 
-def test_the_options_of_a_shape_are_those_of_its_workload(make_plan: Callable[..., Plan]) -> None:
-    """The suggested options of `calibrate` measure the missing shape."""
-    work = Workload(batch=2, sequence=64, fp8="tensorwise", compiled=True, documents=True)
-    model = make_plan().model
-    error = str(missing_measurement("here", "forward", f"{model.shape}/{work.shape}", []))
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"fp8": "tensorwise", "compiled": True, "documents": True},
+        {"attention": "cudnn"},
+        {"attention": "flash", "documents": True},
+        {"token_piece": 16, "head_groups": 2},
+    ],
+)
+@pytest.mark.parametrize("suffixed", [str, shortened, rebuilding])
+def test_the_options_of_a_shape_are_those_of_its_workload(
+    make_plan: Callable[..., Plan], changes: dict[str, Any], suffixed: Callable[[str], str]
+) -> None:
+    """The suggested options of `calibrate` measure the missing shape. Pieces, groups, and layers
+    that leave out or rebuild results have no option there.
+    """
+    work, model = Workload(batch=2, sequence=64, **changes), make_plan().model
+    shape = f"{model.shape}/{suffixed(work.shape)}"
+    error = str(missing_measurement("here", "forward", shape, []))
     options = re.search(r"calibrate MODEL (.*) --out", error)
     assert options
     parser = OneLineParser()
     add_workload(parser)
     args = parser.parse_args(options[1].split())
-    assert workload(args, model).shape == work.shape
+    measured = msgspec.structs.replace(work, token_piece=None, head_groups=None)
+    assert workload(args, model).shape == measured.shape
 
 
 @pytest.mark.parametrize(("kind", "calls"), [("forward", 37), ("backward", 54)])
