@@ -424,7 +424,19 @@ class Calibrated(ContendedCosts):
     def spread(self, op: Op) -> float:
         """Returns the spread of the measured number that is nearest in size to `op`: the
         interquartile range of its repetitions divided by their median, or 0 if it is unknown.
+
+        The machine's `uncertainty` of the time that documents save is added, because this time is
+        computed, and steps differ in their documents.
         """
+        saved = 0.0
+        if self._documents is not None and self._datasheet is not None and op.kind in LAYER_KINDS:
+            duration = self.duration_ns(op)
+            saved = (self._look_up(op)[0] - duration) / max(duration, 1)
+            saved *= self._datasheet.hardware.uncertainty
+        return self._measured_spread(op) + saved
+
+    def _measured_spread(self, op: Op) -> float:
+        """Returns `spread` for rows of one document."""
         if shape := without_rebuilding(op.shape):
             name = (
                 "head"

@@ -90,6 +90,17 @@ def test_the_kernel_that_receives_lengths_has_times_of_its_own() -> None:
     assert attention(dense | own) == pytest.approx([4 * 900_000, 6 * 2_000_000], rel=1e-5)
 
 
+def test_a_part_of_what_documents_save_is_uncertain() -> None:
+    """A tenth of the time that is computed, and not measured, is added to the spread."""
+    work = msgspec.structs.replace(ROWS, document_length=1024)
+    rows, documents = (cost_model(CALIBRATED, MODEL, each) for each in (ROWS, work))
+    for op in scheduled(work).ops:
+        more = documents.spread(op) - rows.spread(op)
+        saved = rows.duration_ns(op) - documents.duration_ns(op)
+        assert more == pytest.approx(0.1 * saved / documents.duration_ns(op), abs=1e-9)
+        assert (more > 0.005) == (op.kind in LAYERS and not has_saved_attention(op.shape))
+
+
 @pytest.mark.parametrize("hardware", [LIBRARY, CALIBRATED], ids=["library", "calibrated"])
 @pytest.mark.parametrize(
     "changes",
