@@ -45,10 +45,12 @@ def _groups(controller: str) -> Iterator[Path]:
     and all groups above it, in each hierarchy.
     """
     for line in _read(_MEMBERSHIP).splitlines():
-        _, controllers, path = line.split(":", 2)
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
         if controllers and controller not in controllers.split(","):
             continue
-        root = _MOUNTED / controllers if controllers else _MOUNTED
+        # The folder of a hierarchy of version 1 has the names of all its controllers, in any order,
+        # and there are links to it with the name of each.
+        root = _MOUNTED / controller if controllers else _MOUNTED
         own = root / path.lstrip("/")
         yield from (own, *(above for above in own.parents if above.is_relative_to(root)))
 

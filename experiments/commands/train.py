@@ -508,7 +508,11 @@ def _train(
     """
     from megatrain.experiments.cli.training.adaptation import Adaptation
     from megatrain.experiments.cli.training.progress import ProgressBars
-    from megatrain.experiments.cli.training.step_comparison import RangeWatch, StepComparison
+    from megatrain.experiments.cli.training.step_comparison import (
+        RangeWatch,
+        StepComparison,
+        predicted_seconds,
+    )
     from megatrain.experiments.cli.verdict import layout
     from megatrain.experiments.run_report.pictures import draw_loss
     from megatrain.experiments.run_report.step_record import read_record
@@ -544,6 +548,7 @@ def _train(
         progress=bars is None,
         device=options.device(args),
         ranks=ranks,
+        predict=predicted_seconds,
     )
     try:
         fitted = trainer.fit()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from modulefinder import ModuleFinder
+import ast
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -12,12 +13,37 @@ def outside_source(path: Path) -> list[bytes]:
 
     Modules in other places are not included. No file is executed.
     """
-    if not path.is_file():
-        return []
-    finder = ModuleFinder(path=[str(path.parent)], excludes=["megatrain"])
+    found: dict[Path, bytes] = {}
+    waiting = [path]
+    while waiting:
+        file = waiting.pop()
+        if file not in found and file.is_file():
+            found[file] = file.read_bytes()
+            waiting += _imported(found[file], file, path.parent)
+    return [found[file] for file in sorted(found)]
+
+
+def _imported(source: bytes, file: Path, folder: Path) -> Iterator[Path]:
+    """Yields the files in `folder` that modules of the names in the imports of `source`, the
+    content of `file`, may have. Most do not exist.
+    """
     try:
-        finder.run_script(str(path))
+        statements = list(ast.walk(ast.parse(source)))
     except (SyntaxError, ValueError):  # the function that loads the file reports this
-        return [path.read_bytes()]
-    names = {str(vars(module)["__file__"]) for module in finder.modules.values()}
-    return [Path(name).read_bytes() for name in sorted(names) if name.endswith(".py")]
+        return
+    for statement in statements:
+        if isinstance(statement, ast.Import):
+            names = [(folder, alias.name) for alias in statement.names]
+        elif isinstance(statement, ast.ImportFrom):
+            # A dot means the folder of the file, and each further one the folder above.
+            base = file.parents[statement.level - 1] if statement.level else folder
+            module = f"{statement.module}." if statement.module else ""
+            names = [(base, module + alias.name) for alias in statement.names]
+        else:
+            continue
+        for base, name in names:
+            place = base
+            for part in name.split("."):
+                place = place / part
+                yield place.with_suffix(".py")
+                yield place / "__init__.py"

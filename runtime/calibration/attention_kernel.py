@@ -47,7 +47,7 @@ def attention_curve(
     of S tokens. Each is the median of three calls, divided by the number of rows in a call.
 
     With documents, each row has one. If the device has a kernel that receives lengths, it is that
-    kernel, which also takes longer than others for the same rows: FlashAttention-2 by 15 % in the
+    kernel, which has other times for the same rows: FlashAttention-2 takes 6 to 20 % longer in the
     forward pass (H200, rows of 8,192 tokens).
 
     For a model without a fused kernel, which writes out the attention scores, there are no points.

@@ -70,6 +70,7 @@ from megatrain.simulator.hardware.machine import (
     AttentionRate,
     HardwareSpec,
 )
+from megatrain.simulator.model.attention_kernel import separates_documents
 from megatrain.simulator.model.layer import DTYPE_BYTES
 from megatrain.simulator.model.op_work import attention_shape, op_work
 from megatrain.simulator.model.specs import ModelSpec
@@ -464,17 +465,20 @@ def calibrate(
             ): points
             for kernel, points in curves.items()
         }
-        attention[attention_shape(model, workload)] = curves[used]
-        for other in others:
-            shape = attention_shape(other.model, workload)
-            attention[shape] = attention_curve(other.model, workload, device)
         packed = msgspec.structs.replace(
-            workload, documents=True, attention="flash4" if used == "flash4" else None
+            workload,
+            documents=True,
+            attention=workload.attention if separates_documents(workload.attention) else None,
         )
         for measured in (subject, *others):
-            if takes_lengths(measured.model, packed, device):
-                shape = attention_shape(measured.model, packed)
+            shape = attention_shape(measured.model, packed)
+            if shape not in attention and takes_lengths(measured.model, packed, device):
                 attention[shape] = attention_curve(measured.model, packed, device)
+        attention.setdefault(attention_shape(model, workload), curves[used])
+        for other in others:
+            shape = attention_shape(other.model, workload)
+            if shape not in attention:
+                attention[shape] = attention_curve(other.model, workload, device)
         progress("copies and rates")
         rates = measure_rates(
             small, workload, config, device, lane_threads(device), chunks.in_turn()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import NamedTuple, Self
 import torch
 from transformers import PretrainedConfig
 
+from megatrain.runtime import host
 from megatrain.runtime.batch import Batch, count_labelled, refuse_batch
 from megatrain.runtime.execution.binding import Binder
 from megatrain.runtime.execution.checksum import checksum
@@ -113,7 +113,7 @@ def lane_threads(device: torch.device, gpus: int = 1) -> dict[str, int]:
     limits its speed. If it used all cores, it would share some of them with the enqueueing threads,
     and an op ends only when its slowest thread ends.
     """
-    cores = max(len(os.sched_getaffinity(0)) // gpus, 1)
+    cores = max(host.cores() // gpus, 1)
     busy = cores - cores // 8 if device.type == "cuda" else max(1, cores - 1)
     return {"compute": busy, "update": busy, "h2d": 1, "d2h": 1, "cpu": busy, "exchange": 1}
 

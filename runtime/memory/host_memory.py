@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
+
+from megatrain.runtime.host import cores
 
 PIECE_BYTES = 2**28
 """Minimum number of bytes that are touched and registered in one call. It is small enough for a
@@ -68,7 +69,7 @@ class HostMemory:
         """
         pages = torch.frombuffer(map_pages(max(sum(parts), 1)), dtype=torch.uint8)
         pieces = [pages[start:end] for start, end in _pieces(parts)]
-        threads = min(_THREADS, len(os.sched_getaffinity(0)), max(len(pieces), 1))
+        threads = min(_THREADS, cores(), max(len(pieces), 1))
         pool = ThreadPoolExecutor(
             threads, thread_name_prefix="touch", initializer=_begin_thread, initargs=(self._device,)
         )

@@ -12,7 +12,7 @@ import contextlib
 import difflib
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -82,6 +82,7 @@ from megatrain.runtime.training.training_run import TrainingRun
 from megatrain.runtime.training.unused_fields import refuse_unused
 from megatrain.runtime.warm_up import WARM_UP_STEPS
 from megatrain.simulator.base.errors import RunError, UserError
+from megatrain.simulator.base.units import format_seconds
 from megatrain.simulator.hardware.machine import is_calibrated
 from megatrain.simulator.model.attention_masks import document_tokens
 from megatrain.simulator.schedule import Schedule
@@ -220,6 +221,7 @@ class Trainer(TrainingRun):
         evaluation_data: EvaluationSource | None = None,
         device: torch.device | str | None = None,
         ranks: Ranks | None = None,
+        predict: Callable[[Plan, Path], float] | None = None,
     ) -> None:
         """Checks the plan, the config and the run folder. Nothing is allocated or written yet.
 
@@ -242,6 +244,9 @@ class Trainer(TrainingRun):
             ranks: the ranks of a plan for several GPUs (`joined`), or None for one GPU. Each rank
                 has a trainer with the same arguments. Only rank 0 locks and writes the run folder,
                 and has the built-in callbacks.
+            predict: returns the predicted step time in seconds of a plan, whose files are seen from
+                a folder. It is called if the data has shorter documents than the plan assumes. None
+                keeps the plan's prediction.
 
         Raises UserError if the plan, the config or `out` cannot be used.
         """
@@ -254,7 +259,7 @@ class Trainer(TrainingRun):
         self.device = default_device() if device is None else usable_device(device)
         self.origin = origin = Path() if isinstance(plan, Plan) else Path(plan).parent
         self.source = str(model if model is not None else planned_source(self.plan.source, origin))
-        self._data, self._evaluation_data = data, evaluation_data
+        self._data, self._evaluation_data, self._predict = data, evaluation_data, predict
         _refuse_arguments(data, evaluation_data, callbacks)
         _refuse_unread_data(self.config, data, evaluation_data)
         self.schedule = preflight(
@@ -603,20 +608,26 @@ class Trainer(TrainingRun):
     def _measure_documents(self, data: BatchSource) -> None:
         """Sets the length of documents in the plan, if it has none and the data knows it.
 
-        No bit depends on it, but the step time does. The plan's prediction, which is for rows of
-        one document, is then removed.
+        No bit depends on it, but the step time does, so the plan gets a new prediction of it.
         """
-        work, length = self.plan.workload, getattr(data, "document_length", None)
-        if length is None or not work.documents or work.document_length is not None:
+        plan, length = self.plan, getattr(data, "document_length", None)
+        if length is None or plan.workload.document_length is not None:
             return
-        work = msgspec.structs.replace(work, document_length=length)
-        if tokens := document_tokens(self.plan.model, work):
-            self.plan = msgspec.structs.replace(self.plan, workload=work, prediction=None)
-            self._notes.append(
-                f"the plan is for rows of one document, and the data has documents of {tokens:,}"
-                " tokens, the mean over all tokens; steps are compared with a prediction for these,"
-                f" which `megatrain plan --document-length {tokens}` makes beforehand"
-            )
+        work = msgspec.structs.replace(plan.workload, document_length=length)
+        tokens = document_tokens(plan.model, work)
+        if tokens is None:
+            return
+        self.plan = plan = msgspec.structs.replace(plan, workload=work)
+        note = (
+            f"the plan is for rows of one document, and the data has documents of {tokens:,}"
+            " tokens, the mean over all tokens"
+        )
+        if self._predict is not None and plan.prediction is not None:
+            seconds = self._predict(plan, self.origin)
+            prediction = msgspec.structs.replace(plan.prediction, step_seconds=seconds)
+            self.plan = msgspec.structs.replace(plan, prediction=prediction)
+            note += f": with them, a step is predicted to take {format_seconds(seconds)}"
+        self._notes.append(f"{note} (`megatrain plan --document-length {tokens}`)")
 
     def _count_epochs(self, data: BatchSource) -> None:
         """Replaces epochs by steps in the config, and notes how many steps an epoch has.

@@ -20,7 +20,7 @@ def check_types(struct: msgspec.Struct, where: str) -> None:
     """Checks that each field of `struct` with a simple type has a value of this type: an integer, a
     float, a bool, a text, one of several words, or None.
 
-    A number of another type, such as one of NumPy, is replaced by the equal `int` or `float`.
+    A value of another type, such as one of NumPy, is replaced by the equal value of this type.
     Otherwise 8 and 8.0 would be equal keys of a cache, and only one of them could be used.
 
     Args:
@@ -31,17 +31,17 @@ def check_types(struct: msgspec.Struct, where: str) -> None:
     """
     for name, allowed in _simple_fields(type(struct)):
         value = getattr(struct, name)
-        if type(value) in allowed.types or (isinstance(value, str) and value in allowed.words):
+        if type(value) in allowed.types or (type(value) is str and value in allowed.words):
             continue
-        number = allowed.number(value)
-        if number is None:
+        same = allowed.same(value)
+        if same is None:
             raise UserError(
                 f"{where}: {name}",
                 found=repr(value),
                 allowed=allowed.text,
                 fix=f"give {name} a value of this type",
             )
-        msgspec.structs.force_setattr(struct, name, number)
+        msgspec.structs.force_setattr(struct, name, same)
 
 
 class _Allowed(msgspec.Struct, frozen=True):
@@ -59,10 +59,13 @@ class _Allowed(msgspec.Struct, frozen=True):
         parts = [*self.words, *(names[kind] for kind in self.types if kind in names)]
         return ", ".join(parts + ["None"] * (NoneType in self.types))
 
-    def number(self, value: Any) -> int | float | None:
-        """Returns the number of an allowed type that equals `value`, or None if there is none."""
-        if isinstance(value, bool | str) or value is None:
-            return None
+    def same(self, value: Any) -> int | float | str | None:
+        """Returns the value of an allowed type that equals `value`, or None if there is none."""
+        name = type(value).__name__
+        if isinstance(value, str):
+            return str(value) if str in self.types or value in self.words else None
+        if isinstance(value, bool) or name in ("bool", "bool_"):  # the latter is that of NumPy
+            return bool(value) if bool in self.types else None
         for kind in self.types:
             if kind in (int, float):
                 with contextlib.suppress(TypeError, ValueError, OverflowError):

@@ -188,9 +188,32 @@ def _best(plan: Plan, costs: CostModel) -> Choice:
         return SlotSearch(plan, costs).best()
     best = best_placed(plan, costs)
     if best is None:
-        return assess(PlacementSearch(plan, costs).nearest_miss(), costs)
-    choice = assess(best.plan, costs, best.step_seconds)
-    return msgspec.structs.replace(choice, runner_up=best.runner_up)
+        choice = assess(PlacementSearch(plan, costs).nearest_miss(), costs)
+    else:
+        choice = assess(best.plan, costs, best.step_seconds)
+        choice = msgspec.structs.replace(choice, runner_up=best.runner_up)
+    if policy.obeys_everything:
+        return choice
+    # `PlacementSearch` expects a policy that obeys everything.
+    search = SlotSearch(plan, costs)
+    return min(search.filled(_declared(choice.plan, costs)), search.best(), key=rank)
+
+
+def _declared(plan: Plan, costs: CostModel) -> Choice:
+    """Returns `plan` without the knobs and the fields of the placement that its policy does not
+    declare, and its prediction.
+    """
+    policy, unset = policy_library.find(plan.policy), Knobs()
+    placement = msgspec.structs.replace(
+        plan.knobs.placement,
+        **{name: "" for name in Placement.__struct_fields__ if name not in policy.placements},
+    )
+    knobs = {
+        name: getattr(unset, name)
+        for name in Knobs.__struct_fields__
+        if name != "placement" and name not in policy.knobs
+    }
+    return assess(with_knobs(plan, placement=placement, **knobs), costs)
 
 
 def best_placed(plan: Plan, costs: CostModel, most_ns: float = math.inf) -> Estimate | None:

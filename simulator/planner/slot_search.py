@@ -1,6 +1,6 @@
-"""Searches the knobs of a policy that does not obey the whole placement: checkpoint interval,
-weight slots, gradient slots, gradient staging, and bytes of a copy. Then it fills the memory that
-is left.
+"""Searches the knobs of a policy that does not place state: checkpoint interval, weight slots,
+gradient slots, gradient staging, and bytes of a copy. Then it fills the memory that is left with
+the fields of the placement that the policy obeys.
 
 The search has five rounds. Each uses the smallest schedule that can distinguish its candidates:
 
@@ -15,7 +15,8 @@ The search has five rounds. Each uses the smallest schedule that can distinguish
    0.1 %. Copies that vary in time, because of contention, need more slots than round 1 shows.
 5. For each field of the placement that the policy obeys, in the order of `FILLED`, name as many
    layers as fit. Keep the plan if it is faster by more than 0.1 %. Layers that save activations are
-   also tried with a checkpoint interval of 1, because they need no checkpoints of others.
+   also tried with a checkpoint interval of 1, because they need no checkpoints of others. The other
+   plan of round 3 is filled, too.
 """
 
 from __future__ import annotations
@@ -185,10 +186,21 @@ class SlotSearch:
                 if not choice.feasible or choice.step_seconds * _TIE >= best.step_seconds:
                     break
                 best = choice
-        return self._filled(best)
+        found = self.filled(best)
+        for other in finals.values():
+            if other is not best:
+                choice = self.filled(other)
+                if choice.step_seconds * _TIE < found.step_seconds:
+                    found = choice
+        return found
 
-    def _filled(self, best: Choice) -> Choice:
-        """Returns `best`, or a faster plan with more data of layers in the memory that is left."""
+    def filled(self, best: Choice) -> Choice:
+        """Returns `best`, or a faster plan with more data of layers in the memory that is left.
+
+        A plan that does not fit is returned unchanged.
+        """
+        if not best.feasible:
+            return best
         for name in (name for name in FILLED if name in self.placements):
             starts = [best.plan]
             if name == "saved_activations" and "checkpoint_interval" in self.knobs:
@@ -333,6 +345,8 @@ class SlotSearch:
     def _missed(self) -> Choice:
         """Returns the nearest miss. Its advice names a smaller batch if that would fit."""
         choice = assess(self.nearest_miss(), self.costs)
+        if choice.feasible:  # with smaller copies than in the first round
+            return self.filled(choice)
         advice = self._smaller_batch(choice)
         return (
             msgspec.structs.replace(

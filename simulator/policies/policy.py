@@ -80,7 +80,12 @@ class Policy:
 
     @property
     def places_state(self) -> bool:
-        """Whether the policy obeys every field of the placement, so that each layer's weights,
-        gradients and optimizer state are where the plan places them.
+        """Whether the policy keeps each layer's weights, gradients and optimizer state where the
+        plan places them.
         """
+        return "weights" in self.placements
+
+    @property
+    def obeys_everything(self) -> bool:
+        """Whether the policy obeys every field of the placement."""
         return {*Placement.__struct_fields__} <= {*self.placements}

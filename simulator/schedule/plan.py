@@ -65,6 +65,9 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Layers updated on the CPU. Their state stays in host memory, and only their weights
     are copied to the device. Overrides the fields above."""
 
+    def __post_init__(self) -> None:
+        check_types(self, "placement")
+
 
 _MOST_SLOTS = 4096
 """The most buffers of a kind. A plan with millions of them would take minutes to lower."""

@@ -6,6 +6,8 @@ two micro-batches, the time of two is extrapolated.
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from megatrain.simulator import policies
@@ -23,6 +25,7 @@ from megatrain.simulator.planner.assessment import (
 from megatrain.simulator.planner.filling import GIB, Filling, all_on_host, ranges
 from megatrain.simulator.planner.search import best_placed
 from megatrain.simulator.planner.slot_search import (
+    FILLED,
     GRADIENT_SLOTS,
     GRADIENT_STAGING,
     ONE_COPY,
@@ -87,7 +90,7 @@ def _better(choice: Choice, place: str, costs: CostModel) -> tuple[Knobs | None,
     if not policies.find(plan.policy).places_state:
         if _has_plenty(plan, place, costs):
             return None, 1.0
-        again = SlotSearch(roomier, costs).best()
+        again = SlotSearch(with_knobs(roomier, placement=Placement()), costs).best()
         return (
             (again.plan.knobs, again.step_seconds / choice.step_seconds)
             if again.step_seconds < choice.step_seconds
@@ -108,13 +111,17 @@ def _better(choice: Choice, place: str, costs: CostModel) -> tuple[Knobs | None,
 
 def _has_plenty(plan: Plan, place: str, costs: CostModel) -> bool:
     """Returns whether the most slots that a search tries fit in `place`, at every checkpoint
-    interval. If they do, more memory gains nothing.
+    interval, with all layers in the fields of the placement that a search fills. If they do, more
+    memory gains nothing.
     """
-    most = {
+    # Layers with saved activations save attention, too.
+    filled = {*FILLED} & {*policies.find(plan.policy).placements} - {"saved_attention"}
+    most: dict[str, Any] = {
         "weight_slots": max(WEIGHT_SLOTS),
         "gradient_slots": max(GRADIENT_SLOTS),
         "gradient_staging": max(GRADIENT_STAGING),
         "chunk_bytes": ONE_COPY,
+        "placement": Placement(**dict.fromkeys(filled, "all")),
     }
     for interval in intervals(plan.model.layers):
         large = with_knobs(plan, groups=2, checkpoint_interval=interval, **most)

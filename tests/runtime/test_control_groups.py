@@ -34,6 +34,14 @@ def linux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Linux:
     ("membership", "files", "memory", "processors"),
     [
         ("", {}, None, None),
+        ("a line\n0::/\n", {"memory.max": "1000"}, 1000, None),
+        (
+            "4:cpuset:/job\n",
+            {"cpu/job/cpu.cfs_quota_us": "1", "cpu/job/cpu.cfs_period_us": "1"},
+            None,
+            None,
+        ),
+        ("0::/", {"cpu.max": "100 0"}, None, None),
         ("0::/\n", {"memory.max": "1000", "cpu.max": "250000 100000"}, 1000, 2.5),
         ("0::/job/step\n", {"job/step/memory.max": "max", "job/memory.max": "900"}, 900, None),
         ("0::/job/step\n", {"job/step/memory.max": "800", "job/memory.max": "900"}, 800, None),
@@ -41,14 +49,14 @@ def linux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Linux:
         # in a container, with the path on the host
         ("0::/docker/17\n", {"memory.max": "700"}, 700, None),
         (
-            "3:cpu,cpuacct:/job\n2:memory:/job\n1:name=systemd:/\n",
+            "3:cpuacct,cpu:/job\n2:memory:/job\n1:name=systemd:/\n",
             {
                 "memory/job/memory.limit_in_bytes": "600",
                 "memory/memory.limit_in_bytes": "9223372036854771712",
-                "cpu,cpuacct/job/cpu.cfs_quota_us": "50000",
-                "cpu,cpuacct/job/cpu.cfs_period_us": "100000",
-                "cpu,cpuacct/cpu.cfs_quota_us": "-1",
-                "cpu,cpuacct/cpu.cfs_period_us": "100000",
+                "cpu/job/cpu.cfs_quota_us": "50000",
+                "cpu/job/cpu.cfs_period_us": "100000",
+                "cpu/cpu.cfs_quota_us": "-1",
+                "cpu/cpu.cfs_period_us": "100000",
             },
             600,
             0.5,

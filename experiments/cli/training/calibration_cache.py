@@ -29,6 +29,8 @@ from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.state_format import EXACT
 from megatrain.simulator.model.workload import Workload
 
+_FORMAT = 2
+"""A number that grows when calibrations measure more, so that machines are measured again."""
 _LONGEST_NAME = 200
 """The maximum length of a file's name without its ending. File systems allow 255 characters."""
 
@@ -112,10 +114,10 @@ def _name(
     limits: tuple[int | None, int | None],
 ) -> str:
     """Returns the name of a calibration's file. Its digest covers the machine, the memory limits,
-    the model's config and the workload.
+    the model's config, the workload and `_FORMAT`.
     """
     described = machine.describe(device)
-    parts = (described, limits, model.config, workload)
+    parts = (_FORMAT, described, limits, model.config, workload)
     digest = hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:12]
     shapes = _plain(f"{model.shape}--{workload.shape}")
     name = f"{_plain(str(described['device']))}-{digest}--{shapes}"

@@ -253,8 +253,11 @@ def plan_file(args: argparse.Namespace, config: Config) -> Iterator[Path]:
 
     Prints the choices and the verdict. Raises DoesNotFit if no plan fits in memory.
     """
+    import msgspec
+
     from megatrain.experiments.cli.verdict import from_options
     from megatrain.experiments.cli.without_garbage_collection import without_garbage_collection
+    from megatrain.experiments.files.hardware_file import write_hardware
     from megatrain.runtime.files.model_files import folder_weights
     from megatrain.runtime.files.model_folder import model_folder
     from megatrain.runtime.layers.supported import refuse_unsupported
@@ -277,9 +280,9 @@ def plan_file(args: argparse.Namespace, config: Config) -> Iterator[Path]:
     choice = _choose(asked, config, model, documents, device)
     refuse_unsupported(model, choice.workload)
     file = _hardware(args, model, choice.workload, device)
-    hardware = HardwareSpec.load(file)
+    hardware = measured = HardwareSpec.load(file)
     if not (args.hardware or args.device_memory):
-        hardware = with_free_memory(hardware, device)
+        hardware = with_free_memory(measured, device)
     source = os.path.abspath(name) if os.path.exists(name) else name
     asked.state = args.state
     with without_garbage_collection():
@@ -294,9 +297,12 @@ def plan_file(args: argparse.Namespace, config: Config) -> Iterator[Path]:
     if args.hardware and (warning := other_machine(hardware, device)):
         print(fitted(warning), flush=True)
     with tempfile.TemporaryDirectory(prefix="megatrain-") as place:
-        plan = Path(place) / "plan.toml"
-        best.plan.save(plan)
-        yield plan
+        plan = best.plan
+        if hardware != measured:  # a limit above the machine's memory would be refused later
+            write_hardware(Path(place) / "hardware.toml", hardware, "megatrain train")
+            plan = msgspec.structs.replace(plan, hardware=str(Path(place) / "hardware.toml"))
+        plan.save(Path(place) / "plan.toml")
+        yield Path(place) / "plan.toml"
 
 
 class _Choice(NamedTuple):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 
 from megatrain.experiments.cli.file_arguments import hardware_of
 from megatrain.experiments.files.peaks import memory_errors
@@ -25,7 +26,9 @@ from megatrain.simulator.costs import costs_of
 from megatrain.simulator.engine.discrete_event import simulate
 from megatrain.simulator.hardware.machine import is_calibrated
 from megatrain.simulator.planner.assessment import step_seconds
+from megatrain.simulator.policies import lower
 from megatrain.simulator.schedule import Schedule
+from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.verdict.verdict import step_range
 
 COMPARED_STEPS = 3
@@ -151,17 +154,27 @@ class RangeWatch(Callback):
         )
 
 
+def predicted_seconds(plan: Plan, folder: Path) -> float:
+    """Returns the predicted step time of `plan` in seconds. Its files are seen from `folder`.
+
+    If its machine cannot be read, it is the time that was predicted when the plan was made.
+    """
+    assert plan.prediction is not None
+    try:
+        costs = costs_of(plan, hardware_of(folder / "plan.toml", plan.hardware))
+    except UserError:  # a missing or damaged hardware file must not stop the training
+        return plan.prediction.step_seconds
+    return step_seconds(lower(plan), costs)
+
+
 def _predicted_range(trainer: TrainingRun) -> tuple[float, float] | None:
     """Returns the range of the step time in seconds, or None if it is not known."""
     plan = trainer.plan
+    if plan.prediction is None:
+        return None
     try:
         hardware = hardware_of(trainer.origin / "plan.toml", plan.hardware)
-        seconds = (
-            plan.prediction.step_seconds
-            if plan.prediction
-            else step_seconds(trainer.executor.schedule, costs_of(plan, hardware))
-        )
-        low, high = step_range(plan, seconds, hardware)
+        low, high = step_range(plan, plan.prediction.step_seconds, hardware)
     except UserError:  # a missing or damaged hardware file must not stop the training
         return None
     return None if low is None or high is None else (low, high)

@@ -281,7 +281,11 @@ def test_a_point_is_simulated_again_if_a_file_outside_the_package_changed(
 
 def test_the_source_of_a_file_has_what_it_imports_from_its_folder(tmp_path: Path) -> None:
     files = {
-        "first.py": "import json\nimport torch\n\ndef late():\n    from helper import value\n",
+        "first.py": "import json\nimport torch\nimport bare.one\n\n"
+        "def late():\n    from helper import value\n",
+        "bare/one.py": "from .two import *\nfrom .. import top\n",  # no package
+        "bare/two.py": "import data, os.path\n",
+        "top.py": "c = 1\n",
         "helper.py": "import package.deep\n",
         "package/__init__.py": "a = 1\n",
         "package/deep.py": "from . import near\n",
@@ -289,7 +293,8 @@ def test_the_source_of_a_file_has_what_it_imports_from_its_folder(tmp_path: Path
         "unrelated.py": "b = 1\n",
         "broken.py": "def (\n",
     }
-    (tmp_path / "package").mkdir()
+    for name in ("package", "bare", "data"):
+        (tmp_path / name).mkdir()
     for name, code in files.items():
         (tmp_path / name).write_text(code)
     found = {text.decode() for text in outside_source(tmp_path / "first.py")}

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from megatrain.experiments.cli.training import prepare
+from megatrain.experiments.cli.training import adaptation, prepare
 from megatrain.experiments.cli.training.row_choice import chosen_rows, chosen_sequence, described
 from megatrain.experiments.commands import train
 from megatrain.simulator.base.errors import UserError
@@ -437,6 +437,51 @@ def test_plans_use_the_device_memory_that_is_free_now(
     said = " ".join(capsys.readouterr().out.split())
     assert (f"other programs use {word} of it" in said) == bool(word)
     assert prepare.with_free_memory(measured, torch.device("cpu")) == measured
+
+
+@pytest.mark.usefixtures("place", "fast_calibration")
+@pytest.mark.parametrize(
+    ("options", "asked"),
+    [((), True), (("--device-memory", "1GiB"), False), (HARDWARE, False)],
+    ids=["measured", "given", "hardware"],
+)
+def test_free_memory_limits_a_plan_for_this_machine(
+    command: Any, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], asked: bool
+) -> None:
+    """The plan's machine has this memory, so that the plan can be planned again."""
+    less, calls = 2**29, list[HardwareSpec]()
+
+    def halved(hardware: HardwareSpec, _: object) -> HardwareSpec:
+        calls.append(hardware)
+        return msgspec.structs.replace(hardware, device_bytes=less)
+
+    monkeypatch.setattr(prepare, "with_free_memory", halved)
+    outcome = command(*TRAIN, *options, "--steps", 1, "--no-export")
+    assert (outcome.status, outcome.err) == (0, "")
+    assert len(calls) == asked
+    plan = Plan.load(Path("run/plan.toml"))
+    assert (plan.device_limit_bytes == less) == asked
+    if asked:
+        assert HardwareSpec.load("run/hardware.toml").device_bytes == less
+
+
+@pytest.mark.usefixtures("place")
+@pytest.mark.parametrize(("named", "expected"), [("resident", ["resident"]), ("best", None)])
+def test_adapting_keeps_a_policy_that_was_asked_for(
+    command: Any, monkeypatch: pytest.MonkeyPatch, named: str, expected: list[str] | None
+) -> None:
+    made: list[Any] = []
+
+    class Recorded(adaptation.Adaptation):
+        def __init__(self, policies: list[str] | None = None) -> None:
+            made.append(policies)
+            super().__init__(policies)
+
+    monkeypatch.setattr(adaptation, "Adaptation", Recorded)
+    asked = ("--hardware", "h200", "--dtype", "fp32", "--policy", named, "--adapt", "--steps", 1)
+    outcome = command(*TRAIN, *asked, "--no-export")
+    assert (outcome.status, outcome.err) == (0, "")
+    assert made == [expected]
 
 
 def test_without_out_the_run_is_in_a_new_folder_named_after_the_model(

@@ -20,15 +20,15 @@ from megatrain.experiments.cli.training.step_comparison import (
     advice_on,
     describe_difference,
     error_text,
+    predicted_seconds,
 )
-from megatrain.simulator.base.units import format_seconds
 from megatrain.simulator.compare.compare import compare
 from megatrain.simulator.compare.error_report import peak_error
 from megatrain.simulator.compare.error_table import signed_percent
 from megatrain.simulator.costs import cost_model
 from megatrain.simulator.engine.discrete_event import simulate
 from megatrain.simulator.hardware.machine import HardwareSpec, library
-from megatrain.simulator.policies import lower, verified
+from megatrain.simulator.policies import verified
 from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.schedule.timeline import Timeline
 
@@ -201,16 +201,15 @@ def test_steps_on_both_sides_of_the_range_and_a_missing_hardware_file_are_not_no
 
 
 @pytest.mark.usefixtures("workplace")
-def test_the_range_of_a_plan_without_a_prediction_is_computed() -> None:
+def test_a_step_time_is_predicted_for_another_length_of_documents() -> None:
     plan = Plan.load(Path("plan.toml"))
     assert plan.prediction
-    expected, training = plan.prediction.step_seconds, Watched(plan)
-    training.plan = msgspec.structs.replace(plan, prediction=None, hardware="h200")
-    training.executor = SimpleNamespace(schedule=lower(plan))
-    training.run(RangeWatch(), *[100 * expected] * 40)
-    (note,) = training.notes
-    low, high = (format_seconds(factor * expected) for factor in (0.9, 1.1))
-    assert f"than the predicted range of {low} to {high}" in note, note
+    same = predicted_seconds(msgspec.structs.replace(plan, hardware="h200"), Path())
+    lost = msgspec.structs.replace(plan, hardware="lost.toml")
+    assert same == plan.prediction.step_seconds == predicted_seconds(lost, Path())
+    work = msgspec.structs.replace(plan.workload, batch=2 * plan.workload.batch)
+    other = msgspec.structs.replace(plan, hardware="h200", workload=work)
+    assert predicted_seconds(other, Path()) > same
 
 
 def test_on_a_measured_machine_the_usual_cause_is_named() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -432,20 +432,35 @@ def test_rows_with_documents_have_the_attention_curve_of_this_device(
     assert found.costs.attention[attention_shape(calibration.plan.model, work)]
 
 
-@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize(
+    ("documents", "attention"), [(False, None), (True, None), (True, "flash4")]
+)
 def test_a_gpu_has_the_curve_of_the_kernel_that_receives_lengths(
-    calibration: Calibration, monkeypatch: pytest.MonkeyPatch, documents: bool
+    calibration: Calibration,
+    monkeypatch: pytest.MonkeyPatch,
+    documents: bool,
+    attention: Literal["flash4"] | None,
 ) -> None:
     """One calibration serves rows of one document and packed rows."""
+    measured: list[tuple[bool, str | None]] = []
+
+    def curve(_model: object, work: Workload, _device: object) -> object:
+        measured.append((work.documents, work.kernel))
+        return packed
+
     rows, packed = ((512, 1, 1), (2048, 4, 4)), ((512, 2, 2), (2048, 6, 6))
     monkeypatch.setattr(module, "takes_lengths", lambda *_: True)
-    monkeypatch.setattr(module, "attention_curve", lambda *_: packed)
-    monkeypatch.setattr(module, "attention_curves", lambda *_: {None: rows, "flash": rows})
+    monkeypatch.setattr(module, "attention_curve", curve)
+    dense = dict.fromkeys((None, "flash", "flash4"), rows)
+    monkeypatch.setattr(module, "attention_curves", lambda *_: dense)
     model = calibration.plan.model
-    work = msgspec.structs.replace(calibration.plan.workload, dtype="bf16", documents=documents)
+    work = msgspec.structs.replace(
+        calibration.plan.workload, dtype="bf16", documents=documents, attention=attention
+    )
     curves = calibration.run(workload=work).costs.attention
     assert curves[attention_shape(model, msgspec.structs.replace(work, documents=True))] == packed
     assert curves[attention_shape(model, msgspec.structs.replace(work, documents=False))] == rows
+    assert measured == [(True, attention or "flash")]
 
 
 def test_a_rate_of_one_kernel_is_not_stored_without_that_of_the_usual_one(

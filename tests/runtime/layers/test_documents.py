@@ -419,6 +419,12 @@ def test_bounds_are_the_starts_of_documents_and_the_rest_is_empty(
     assert (found.starts.dtype, found.extent.shape) == (torch.int32, (most, 0))
 
 
+def test_documents_of_one_token_have_room_for_two() -> None:
+    """A compiled graph serves all sizes but 1."""
+    assert lengths.room(torch.arange(16).expand(2, 16)) == (32, 2)
+    assert lengths.room(torch.zeros(3, 1)) == (3, 1), "a row cannot be longer"
+
+
 @pytest.mark.parametrize("family", DOCUMENTED)
 def test_the_simulator_knows_which_families_write_out_scores(family: str) -> None:
     model = model_of(family)

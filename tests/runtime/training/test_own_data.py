@@ -347,11 +347,14 @@ def test_a_learning_rate_schedule_of_one_s_own_is_refused() -> None:
                 Config(training=training, schedule=schedule)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("planned", "expected"), [(None, 5), (7, 7)])
+@pytest.mark.parametrize(
+    ("planned", "predicts", "expected", "seconds"),
+    [(None, True, 5, 0.25), (None, False, 5, 1), (7, True, 7, 1)],
+)
 def test_steps_are_compared_with_a_prediction_for_the_documents_of_the_data(
-    place: Path, planned: int | None, expected: int
+    place: Path, planned: int | None, predicts: bool, expected: int, seconds: float
 ) -> None:
-    """A plan without a length of documents is for rows of one. Its prediction no longer holds."""
+    """A plan without a length of documents is for rows of one. Only its step time changes."""
     plan = Plan.load(place / "plan.toml")
     work = msgspec.structs.replace(
         plan.workload, dtype="bf16", documents=True, document_length=planned
@@ -363,12 +366,25 @@ def test_steps_are_compared_with_a_prediction_for_the_documents_of_the_data(
     plan = msgspec.structs.replace(plan, digest=lower(plan).digest)
     data, said = Drawn(plan), list[str]()
     data.document_length = 5
+
+    def predict(plan: Plan, folder: Path) -> float:
+        assert (plan.workload.document_length, folder) == (5, Path())
+        return 0.25
+
     options = Config(training=TrainingSettings(steps=2, init="random"), saving=NOTHING)
-    trainer = Trainer(plan, data=data, config=options, device=CPU, progress=False)
+    trainer = Trainer(
+        plan,
+        data=data,
+        config=options,
+        device=CPU,
+        progress=False,
+        predict=predict if predicts else None,
+    )
     trainer.note = said.append
     trainer.fit()
     assert trainer.plan.workload.document_length == expected
-    assert (trainer.plan.prediction is None) == (planned is None)
+    assert trainer.plan.prediction == msgspec.structs.replace(prediction, step_seconds=seconds)
     noted = [note for note in said if "documents of 5 tokens" in note]
     assert len(noted) == (planned is None)
-    assert all("`megatrain plan --document-length 5`" in note for note in noted)
+    assert all("(`megatrain plan --document-length 5`)" in note for note in noted)
+    assert all(("predicted to take 250.000 ms" in note) == predicts for note in noted)

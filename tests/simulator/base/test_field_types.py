@@ -15,7 +15,7 @@ from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.search import plans_of, search
-from megatrain.simulator.schedule.plan import Knobs, Plan
+from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
 
 
 class Sizes(msgspec.Struct, frozen=True):
@@ -58,9 +58,22 @@ def test_a_number_of_any_type_is_a_float(value: Any) -> None:
     assert Sizes(others=(value,)).others == (value,), "only simple types are checked"
 
 
+def test_texts_and_bools_of_numpy_are_those_of_python() -> None:
+    compiled: Any = np.bool_(True)
+    dtype: Any = np.str_("bf16")
+    optimizer: Any = np.str_("adamw")
+    work = Workload(batch=1, sequence=64, compiled=compiled, dtype=dtype, optimizer=optimizer)
+    assert [type(each) for each in (work.compiled, work.dtype, work.optimizer)] == [bool, str, str]
+    assert msgspec.json.encode(work)
+    number: Any = 3
+    with pytest.raises(UserError, match="placement: weights: found 3; allowed: a text"):
+        Placement(weights=number)
+
+
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
+        ({"batch": np.bool_(True)}, "batch: found .*True.*; allowed: an integer"),
         ({"batch": 8.5}, "batch: found 8.5; allowed: an integer; fix: "),
         ({"batch": True}, "batch: found True; allowed: an integer"),
         ({"batch": None}, "batch: found None; allowed: an integer; "),

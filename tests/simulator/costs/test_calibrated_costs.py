@@ -239,6 +239,7 @@ def test_a_layer_is_scaled_by_tokens_if_attention_alone_takes_longer(
         (3_100_000, 15, 6_000_000),  # the GPU's time, 15 / 20 of 8 ms
         (3_100_000, 20, 8_000_000),
         (3_900_000, 11, 5_950_000),  # not flat: half of the way from 2 to 20
+        (9_000_000, 11, 8_500_000),  # noise: the larger batch took less time
     ],
 )
 def test_a_time_that_does_not_depend_on_few_tokens_is_that_of_the_host(
@@ -256,6 +257,19 @@ def test_a_time_that_does_not_depend_on_few_tokens_is_that_of_the_host(
     op = Op(id="F0.m0", lane="compute", flops=320, shape=f"{model.shape}/{work.shape}")
     assert costs.duration_ns(op) == expected
     assert not costs.extrapolated(op)
+
+
+def test_two_batches_of_almost_the_same_size_are_no_flat_part() -> None:
+    model, hardware = ModelSpec.load("qwen2.5-3b"), HardwareSpec.load("h200")
+    measured = {
+        f"{model.shape}/{rows}x512-bf16": (80, duration)
+        for rows, duration in ((10, 4_000_000), (12, 4_300_000), (32, 8_300_000))
+    }
+    work = Workload(batch=22, sequence=512)
+    curves = table(compute={"forward": measured})
+    costs = cost_model(msgspec.structs.replace(hardware, costs=curves), model, work)
+    op = Op(id="F0.m0", lane="compute", flops=320, shape=f"{model.shape}/{work.shape}")
+    assert costs.duration_ns(op) == 6_300_000
 
 
 def test_a_head_with_other_chunks_of_the_loss_than_measured_is_scaled_and_flagged() -> None:

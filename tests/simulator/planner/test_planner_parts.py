@@ -561,7 +561,7 @@ def test_a_policy_that_obeys_a_part_of_the_placement_gets_this_part(
     monkeypatch.setattr(type(overlapped), "placements", ("weights", "gradients"))
     monkeypatch.setattr(type(overlapped), "knobs", ("weight_slots", "chunk_bytes"))
     plan = make_plan("overlapped", layers=6)
-    assert not overlapped.places_state
+    assert not overlapped.obeys_everything
     found = search(plan.model, H200, plan.workload, policies=["overlapped"])[0].plan.knobs
     assert found.placement == Placement(weights="all", gradients="all")
     assert found.state_slots == Knobs().state_slots
@@ -614,6 +614,7 @@ def test_the_third_round_compares_two_plans_that_fit(
         return assess(plan, costs)
 
     monkeypatch.setattr(slot_search, "assess", recorded)
+    search.placements = ()
     assert search.best().plan.knobs in [each.knobs for each in found[1:]]
     tried = [(each.knobs.checkpoint_interval, each.knobs.weight_slots) for each in found]
     assert tried[:3] == pairs[:3]
