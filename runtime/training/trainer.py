@@ -82,6 +82,7 @@ from megatrain.runtime.training.training_run import TrainingRun
 from megatrain.runtime.training.unused_fields import refuse_unused
 from megatrain.runtime.warm_up import WARM_UP_STEPS
 from megatrain.simulator.base.errors import RunError, UserError
+from megatrain.simulator.base.plugins import changes, unchanging
 from megatrain.simulator.hardware.machine import is_calibrated
 from megatrain.simulator.model.attention_masks import document_tokens
 from megatrain.simulator.schedule import Schedule
@@ -257,14 +258,8 @@ class Trainer(TrainingRun):
         self._data, self._evaluation_data = data, evaluation_data
         _refuse_arguments(data, evaluation_data, callbacks)
         _refuse_unread_data(self.config, data, evaluation_data)
-        self.schedule = preflight(
-            self.plan,
-            self.config.optimizer,
-            self.device,
-            deterministic=self.config.training.deterministic,
-            ranks=ranks,
-        )
         self._ranks, self._leads = ranks, ranks is None or ranks.leads
+        self.schedule, self._changes = self._checked_schedule(), changes()
         refuse_unmatched(self.config.optimizer, self.plan.model)
         lock = RunLock(Path(out)) if isinstance(out, Path | str) else out
         self._lock = lock if self._leads else None
@@ -383,7 +378,8 @@ class Trainer(TrainingRun):
     def fit(self) -> Fitted:
         """Trains the model and returns the result.
 
-        The run folder is locked while this method runs, so a second run in it is refused. With
+        The run folder is locked while this method runs, so a second run in it is refused. The
+        files of a policy and an optimizer are read before, and an edit has no effect. With
         `deterministic` in the config, the process stays in deterministic mode afterwards.
 
         After the first SIGINT, SIGTERM or SIGHUP, the current step is completed, a checkpoint is
@@ -401,9 +397,21 @@ class Trainer(TrainingRun):
             Interrupted: after a signal.
             RankLost: if another rank ended or does not answer.
         """
-        with self._lock or contextlib.nullcontext():
+        with self._lock or contextlib.nullcontext(), unchanging():
             self._refuse_taken()
+            if changes() != self._changes:
+                self.schedule, self._changes = self._checked_schedule(), changes()
             return self._fit()
+
+    def _checked_schedule(self) -> Schedule:
+        """Returns the schedule of the plan. Raises UserError if it cannot be executed."""
+        return preflight(
+            self.plan,
+            self.config.optimizer,
+            self.device,
+            deterministic=self.config.training.deterministic,
+            ranks=self._ranks,
+        )
 
     def _refuse_taken(self) -> None:
         if self._lock is not None and self._resume is None:

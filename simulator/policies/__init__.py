@@ -8,13 +8,13 @@ name. Most functions below take a plan and call the policy that it names.
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import traceback
 from collections.abc import Iterable, Iterator
 
 import msgspec
 
+from megatrain.simulator.base import plugins
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.model import optimizer
 from megatrain.simulator.model.state_format import EXACT
@@ -87,6 +87,7 @@ def peers() -> list[str]:
     return [name for name in registered() if find(name).prediction_only]
 
 
+@plugins.unchanging()
 def lower(plan: Plan) -> Schedule:
     """Returns the schedule of `plan` under its policy.
 
@@ -99,7 +100,7 @@ def lower(plan: Plan) -> Schedule:
     return _lowered(blank)
 
 
-@functools.lru_cache(maxsize=2)
+@plugins.cached(maxsize=2)
 def _lowered(plan: Plan) -> Schedule:
     """Returns what `lower_uncached` returns. Cached because a plan is lowered three times: to time,
     assess and explain it. Lowering a dense 120B model takes 0.4 s.
@@ -107,6 +108,7 @@ def _lowered(plan: Plan) -> Schedule:
     return lower_uncached(plan)
 
 
+@plugins.unchanging()
 def lower_uncached(plan: Plan) -> Schedule:
     """Returns what `lower` returns, without its cache."""
     policy = _policy(plan)
@@ -116,6 +118,7 @@ def lower_uncached(plan: Plan) -> Schedule:
         return schedule
 
 
+@plugins.unchanging()
 def lower_for_timing(plan: Plan) -> Schedule:
     """Returns a schedule with the `compiled` and `sizes` of the one that `lower` returns. Its ops
     and buffers may be missing.
@@ -132,6 +135,7 @@ def lower_for_timing(plan: Plan) -> Schedule:
         return schedule
 
 
+@plugins.unchanging()
 def outline(plan: Plan, *, merged: bool = False) -> Schedule:
     """Returns a schedule with the buffers of the one that `lower` returns. Its ops may be missing.
 
@@ -336,6 +340,7 @@ def flush_update(plan: Plan) -> Schedule | None:
         return find(plan.policy).flush_update(plan)
 
 
+@plugins.unchanging()
 def evaluation(plan: Plan) -> Schedule:
     """Returns the schedule of a forward pass with loss over the micro-batches of one step, on the
     step's buffers. With several GPUs, it is the schedule of one rank.
@@ -345,6 +350,7 @@ def evaluation(plan: Plan) -> Schedule:
     return forward_only(plan, lower(plan))
 
 
+@plugins.unchanging()
 def verified(plan: Plan) -> Schedule:
     """Returns the plan's schedule after checking it.
 
