@@ -20,6 +20,7 @@ import contextlib
 import functools
 import hashlib
 import importlib.util
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -131,6 +132,21 @@ def load_file(what: str, path: str) -> ModuleType:
         raise _cannot_load(f"{what} {path}", error) from error
     _loaded.files[what, path] = _File(content, module)
     return module
+
+
+def path_in(folder: Path, file: str) -> str:
+    """Returns the path of `file`, which is written in a file of `folder` and relative to it.
+
+    If it is only in the current folder, where files of earlier versions were looked up, the result
+    is `file`.
+    """
+    there = os.path.normpath(folder / file)
+    return there if os.path.isfile(there) or not os.path.isfile(file) else file
+
+
+def path_from(folder: Path, file: str) -> str:
+    """Returns the path of `file` relative to `folder`, as a file of `folder` is to have it."""
+    return os.path.relpath(Path(file).resolve(), folder.resolve())
 
 
 def loaded_content(what: str, path: str) -> bytes | None:
