@@ -82,9 +82,10 @@ from megatrain.runtime.training.training_run import TrainingRun
 from megatrain.runtime.training.unused_fields import refuse_unused
 from megatrain.runtime.warm_up import WARM_UP_STEPS
 from megatrain.simulator.base.errors import RunError, UserError
-from megatrain.simulator.base.plugins import changes, unchanging
+from megatrain.simulator.base.plugins import changes, digest, unchanging
 from megatrain.simulator.hardware.machine import is_calibrated
 from megatrain.simulator.model.attention_masks import document_tokens
+from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.schedule import Schedule
 from megatrain.simulator.schedule.arithmetic import own_micro_batches
 from megatrain.simulator.schedule.plan import Plan
@@ -198,6 +199,16 @@ def _unknown_method(owner: str, name: str) -> UserError:
         allowed=", ".join(known),
         fix=f"rename it to {near[0]}" if near else "give it a name that does not begin with on_",
     )
+
+
+def _same_bits(work: Workload) -> Workload:
+    """Returns `work.same_bits` with the content of the optimizer's file instead of its path, since
+    a run folder has copies of the file.
+    """
+    name = work.optimizer
+    if name.endswith(".py"):
+        name = digest("optimizer", name)
+    return msgspec.structs.replace(work.same_bits, optimizer=name)
 
 
 class Trainer(TrainingRun):
@@ -348,7 +359,7 @@ class Trainer(TrainingRun):
         other = Plan.load(Path(plan))
         for what, found, allowed in (
             ("model", other.model, self.plan.model),
-            ("workload", other.workload.same_bits, self.plan.workload.same_bits),
+            ("workload", *(_same_bits(plan.workload) for plan in (other, self.plan))),
         ):
             if found != allowed:
                 raise UserError(

@@ -157,6 +157,12 @@ def loaded_content(what: str, path: str) -> bytes | None:
     return known.content if known else _content(path)
 
 
+def digest(what: str, path: str) -> str:
+    """Returns the digest of `loaded_content`, or an empty text if there is no such file."""
+    content = loaded_content(what, path)
+    return "" if content is None else hashlib.sha256(content).hexdigest()[:12]
+
+
 def _content(path: str) -> bytes | None:
     try:
         return Path(path).read_bytes()
