@@ -230,6 +230,32 @@ def test_the_search_skips_knobs_that_a_policy_refuses(
     assert verdict.knobs["weight_slots"] in (1, 2)
 
 
+NEEDS_LAYERS = """
+    class NeedsLayers(KBuffer):
+        name = "needs layers"
+
+        def lower(self, plan):
+            plan.model.stack["%d"]
+            if plan.knobs.weight_slots < 3:
+                raise UserError("needs layers", found="2 slots", allowed="3", fix="none")
+            return super().lower(plan)
+
+        def buffers(self, plan, *, merged=False):
+            return self.lower(plan)
+"""
+
+
+def test_only_an_error_of_the_user_s_own_model_is_reported(
+    make_plan: Callable[..., Plan], write: Callable[[str], str]
+) -> None:
+    """The search shortens models. Here the default knobs are refused as well."""
+    model = make_plan(layers=14).model
+    (found,) = search(model, H200, WORK, policies=[write(NEEDS_LAYERS % 11)])
+    assert found.plan.knobs.weight_slots >= 3
+    with pytest.raises(UserError, match=r"found KeyError in lower: '14'"):
+        search(model, H200, WORK, policies=[write(NEEDS_LAYERS % 14)])
+
+
 def test_knobs_that_a_policy_does_not_read_are_neither_searched_nor_reported(
     make_plan: Callable[..., Plan],
 ) -> None:
