@@ -11,12 +11,13 @@ import math
 from typing import NamedTuple
 
 from megatrain.simulator.model.layer import EMBEDDING
-from megatrain.simulator.schedule.arithmetic import stack_contributions
+from megatrain.simulator.schedule.arithmetic import stack_contributions, whole_matrices
 from megatrain.simulator.schedule.buffer import WIDTH
 from megatrain.simulator.schedule.op import Op, ScheduleError, base_buffer
 from megatrain.simulator.schedule.operands import OPERANDS
 from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.schedule.schedule import Schedule
+from megatrain.simulator.schedule.update_layout import update_layout
 
 _PRODUCERS = ("backward", "head", "embed_backward")
 _USERS = ("embed", "forward", "head", "recompute", "backward")
@@ -65,6 +66,7 @@ def check_step(plan: Plan, schedule: Schedule, flush: Schedule | None) -> None:
     * each norm reads a complete gradient of this step, and a `clip` reads all norms and losses
     * each parameter is updated once, with a complete gradient and its clip coefficient
     * all updates belong to this step, or if `flush` is given, all belong to the step before
+    * matrices that the optimizer needs whole are updated whole, on the GPU, with workspace
     * no slot is released before an op reads what was written to it last
 
     Args:
@@ -77,6 +79,11 @@ def check_step(plan: Plan, schedule: Schedule, flush: Schedule | None) -> None:
     """
     if plan.gpus == 1 and schedule.is_typed:
         _Check(plan, schedule, flush).run()
+        whole = whole_matrices(plan)
+        for layer in (layer for layer in plan.model.stack if layer in whole):
+            for each in (schedule, flush):
+                if each is not None:
+                    _check_matrices(plan, each, layer)
 
 
 def check_layers(plan: Plan, schedule: Schedule) -> None:
@@ -91,6 +98,50 @@ def check_layers(plan: Plan, schedule: Schedule) -> None:
                 allowed=f"a layer of the model: {', '.join(layers)}",
                 fix="name the layer in OpId",
             )
+
+
+def _check_matrices(plan: Plan, schedule: Schedule, layer: str) -> None:
+    """Raises ScheduleError unless each matrix of `layer` that the optimizer needs whole is updated
+    whole, on the GPU, with enough workspace.
+    """
+    name = plan.workload.optimizer
+    layout = update_layout(name, plan.model.stack[layer])
+    assert layout is not None, "an optimizer that needs whole matrices has a layout"
+    whole = 0
+    for op in schedule.ops:
+        if op.kind not in _UPDATES or op.layer != layer:
+            continue
+        matrices = [
+            each for part in layout.parts(op.offset, op.parameters) if (each := part.matrices)
+        ]
+        if op.kind == "cpu_update":
+            raise ScheduleError(
+                f"{op.id}: layer {layer} updated on the CPU with optimizer {name}",
+                allowed="updates of its matrices on the GPU, which orthogonalises them",
+                fix="use policy overlapped, and set updates_on_host = True in this one",
+            )
+        room = max(
+            (
+                schedule.buffer[base_buffer(written)].bytes
+                for written in op.writes
+                if schedule.buffer[base_buffer(written)].data == "workspace"
+            ),
+            default=0,
+        )
+        needed = max((sum(each.workspace) for each in matrices), default=0)
+        if room < needed:
+            raise ScheduleError(
+                f"{op.id}: {room} bytes of workspace for the matrices of layer {layer}",
+                allowed=f"{needed}, which optimizer {name} needs",
+                fix="let the op write the buffer of update_workspace (building/training_step.py)",
+            )
+        whole += sum(each.number for each in matrices)
+    if whole != (number := sum(each.number for each in layout.matrices)):
+        raise ScheduleError(
+            f"{whole} of {number} matrices of layer {layer} are updated whole",
+            allowed=f"all of them, as optimizer {name} needs",
+            fix="update the layer in the chunks of UpdateLayout.chunks",
+        )
 
 
 class _Check:

@@ -333,3 +333,75 @@ def test_only_policies_without_copies_run_on_unified_memory(write: Callable[[str
     assert found.plan.policy == path
     with pytest.raises(UserError, match=r"there is nothing to copy; allowed: resident;"):
         search(model, unified, WORK, policies=[write(resident % True)])
+
+
+@pytest.fixture
+def muon_plan(make_plan: Callable[..., Plan], write: Callable[[str], str]) -> Callable[..., Plan]:
+    """Returns a function that makes a plan with Muon and a policy that has the given code."""
+
+    def made(code: str, **changes: object) -> Plan:
+        return make_plan(write(code), optimizer="muon", hidden=256, head_dim=64, **changes)
+
+    return made
+
+
+def test_a_policy_that_updates_on_the_cpu_without_saying_so_is_refused_with_muon(
+    muon_plan: Callable[..., Plan],
+) -> None:
+    """`updates_on_host` is False by default, so the optimizer is not refused before."""
+    plan = muon_plan("class Mine(KBuffer):\n    name = 'mine'\n    updates_on_host = False\n")
+    message = (
+        r"policy .*: found cpu_update UC0: layer 0 updated on the CPU with optimizer muon;"
+        r" allowed: updates of its matrices on the GPU, .*; fix: use policy overlapped"
+    )
+    with pytest.raises(UserError, match=message):
+        search(plan.model, H200, plan.workload, policies=[plan.policy])
+    adamw = search(plan.model, H200, WORK, policies=[plan.policy])
+    assert adamw[0].plan.policy == plan.policy
+
+
+EDITING = """
+    import msgspec
+
+    from megatrain.simulator.policies.resident import Resident
+
+    class Edited(Resident):
+        name = "edited"
+
+        def lower(self, plan):
+            schedule, ops = super().lower(plan), []
+            for op in schedule.ops:
+                ops += self.edited(op) if op.kind == "update" and op.layer == "1" else [op]
+            return msgspec.structs.replace(schedule, ops=tuple(ops))
+
+        def edited(self, op):
+            replace = msgspec.structs.replace
+            %s
+"""
+HALVES = """half = op.parameters // 2
+            after, first = (*op.after, op.id + ".c1"), op.id + ".c1"
+            return [
+                replace(op, id=first, parameters=half),
+                replace(op, offset=op.offset + half, parameters=op.parameters - half, after=after),
+            ]"""
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (
+            "return [replace(op, writes=op.writes[:-1])]",
+            r"found update U1.*: 0 bytes of workspace for the matrices of layer 1; allowed: \d+, ",
+        ),
+        (HALVES, r"found \d of 7 matrices of layer 1 are updated whole; allowed: all of them"),
+    ],
+)
+def test_an_update_of_matrices_that_the_runtime_cannot_execute_is_refused(
+    muon_plan: Callable[..., Plan], code: str, message: str
+) -> None:
+    plan = muon_plan(EDITING % code)
+    assert policies.lower(muon_plan(EDITING % "return [op]")).ops
+    policies.check_outside(muon_plan(EDITING % "return [op]"))
+    with pytest.raises(UserError, match=message) as caught:
+        policies.check_outside(plan)
+    assert "\n" not in str(caught.value)
