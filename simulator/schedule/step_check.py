@@ -11,7 +11,11 @@ import math
 from typing import NamedTuple
 
 from megatrain.simulator.model.layer import EMBEDDING
-from megatrain.simulator.schedule.arithmetic import stack_contributions, whole_matrices
+from megatrain.simulator.schedule.arithmetic import (
+    part_elements,
+    stack_contributions,
+    whole_matrices,
+)
 from megatrain.simulator.schedule.buffer import WIDTH
 from megatrain.simulator.schedule.op import Op, ScheduleError, base_buffer
 from megatrain.simulator.schedule.operands import OPERANDS
@@ -57,9 +61,10 @@ class _Piece(NamedTuple):
 
 
 def check_step(plan: Plan, schedule: Schedule, flush: Schedule | None) -> None:
-    """Checks that `schedule`, which has passed `Schedule.check`, is a step of `plan` on one GPU.
+    """Checks that `schedule`, which has passed `Schedule.check`, is a step of `plan`.
 
-    Checks that
+    For several GPUs, checks that they exchange what each needs of the others, and that each updates
+    its own part of every layer. For one GPU, checks that
 
     * each op is on a lane that runs its kind and reaches its buffers
     * each compute op reads the whole, latest weights of its own layer
@@ -77,7 +82,11 @@ def check_step(plan: Plan, schedule: Schedule, flush: Schedule | None) -> None:
     Raises:
         ScheduleError: One of these does not hold.
     """
-    if plan.gpus == 1 and schedule.is_typed:
+    if not schedule.is_typed:
+        return
+    if plan.gpus > 1:
+        _check_shared(plan, schedule)
+    else:
         _Check(plan, schedule, flush).run()
         whole = whole_matrices(plan)
         for layer in (layer for layer in plan.model.stack if layer in whole):
@@ -97,6 +106,38 @@ def check_layers(plan: Plan, schedule: Schedule) -> None:
                 f"{op.id}: {f'layer {op.layer}' if op.layer else 'no layer'}",
                 allowed=f"a layer of the model: {', '.join(layers)}",
                 fix="name the layer in OpId",
+            )
+
+
+def _check_shared(plan: Plan, schedule: Schedule) -> None:
+    """Raises ScheduleError unless a rank takes part in all collectives of a step, and updates its
+    own part of each layer.
+    """
+    seen = {(op.kind, op.layer) for op in schedule.ops}
+    missing = [
+        f"{kind} of layer {layer}"
+        for layer in plan.model.stack
+        for kind in ("gather_weights", "exchange_gradients")
+        if (kind, layer) not in seen
+    ]
+    if ("exchange_sums", "") not in seen:
+        missing.append("exchange_sums")
+    if missing:
+        raise ScheduleError(
+            f"no {missing[0]} in a step of {plan.gpus} GPUs",
+            allowed="gather_weights and exchange_gradients of each layer, and exchange_sums",
+            fix="emit these ops, or set shards = False and plan for one GPU",
+        )
+    for layer in plan.model.stack:
+        part = part_elements(plan, layer)
+        updated = sum(
+            op.parameters for op in schedule.ops if op.kind in _UPDATES and op.layer == layer
+        )
+        if updated != part:
+            raise ScheduleError(
+                f"{updated} parameters of layer {layer} are updated by each of {plan.gpus} GPUs",
+                allowed=f"{part}, the part that each of them owns",
+                fix="update part_elements parameters of each layer, or set shards = False",
             )
 
 

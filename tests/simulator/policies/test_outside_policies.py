@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import re
 import textwrap
@@ -19,6 +20,7 @@ from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.search import search
+from megatrain.simulator.planner.shared_step import shared_step
 from megatrain.simulator.policies.k_buffer import KBuffer
 from megatrain.simulator.policies.policy import Policy, PolicyWarning
 from megatrain.simulator.policies.registry import POLICIES
@@ -405,3 +407,77 @@ def test_an_update_of_matrices_that_the_runtime_cannot_execute_is_refused(
     with pytest.raises(UserError, match=message) as caught:
         policies.check_outside(plan)
     assert "\n" not in str(caught.value)
+
+
+SHARDS = """
+    import msgspec
+
+    from megatrain.simulator.policies.overlapped import Overlapped
+
+    class Mine(%s):
+        name = "mine"
+        shards = True
+
+        def lower(self, plan):
+            return super().lower(self.changed(plan))
+
+        def lower_for_timing(self, plan):
+            return super().lower_for_timing(self.changed(plan))
+
+        def buffers(self, plan, *, merged=False):
+            return super().buffers(self.changed(plan), merged=merged)
+
+        def flush_update(self, plan):
+            return super().flush_update(self.changed(plan))
+
+        def changed(self, plan):
+            return %s
+"""
+ALONE = "msgspec.structs.replace(plan, gpus=1)"
+
+
+@pytest.mark.parametrize("base", ["KBuffer", "Overlapped"])
+def test_a_policy_that_says_that_it_shards_and_does_not_is_refused_when_it_is_planned(
+    make_plan: Callable[..., Plan], write: Callable[[str], str], base: str
+) -> None:
+    """`check` and `plan` search with `shared_step`, and `simulate` calls `verified`."""
+    plan = make_plan(write(SHARDS % (base, ALONE)), accumulation=1)
+    message = (
+        r"policy .*: found no gather_weights of layer e in a step of 2 GPUs; allowed:"
+        r" gather_weights and exchange_gradients of each layer, and exchange_sums; fix: emit these"
+    )
+    with pytest.raises(UserError, match=message):
+        shared_step(plan, H200, 2)
+    judged = functools.partial(judge, plan.model, H200, WORK, policies=[plan.policy], advise=False)
+    assert judged().feasible
+    with pytest.raises(UserError, match=message):
+        judged(gpus=2)
+    two = make_plan(plan.policy, gpus=2, accumulation=2)
+    with pytest.raises(UserError, match=message):
+        policies.verified(msgspec.structs.replace(two, digest=policies.lower(two).digest))
+
+
+def test_a_policy_that_shards_is_the_one_that_is_predicted_for_several_gpus(
+    make_plan: Callable[..., Plan], write: Callable[[str], str]
+) -> None:
+    """With one weight slot, a step takes longer than that of the built-in policy."""
+    placement = "type(plan.knobs.placement)()"
+    knobs = f"msgspec.structs.replace(plan.knobs, weight_slots=1, placement={placement})"
+    slow = f"msgspec.structs.replace(plan, knobs={knobs})"
+    steps = []
+    for policy in (write(SHARDS % ("Overlapped", slow)), "overlapped"):
+        verdict = judge(make_plan().model, H200, WORK, policies=[policy], advise=False, gpus=2)
+        assert verdict.multi_gpu is not None
+        steps.append(verdict.multi_gpu.step_seconds)
+    assert steps[0] > steps[1]
+
+
+def test_an_update_of_whole_layers_on_each_gpu_is_refused(
+    make_plan: Callable[..., Plan], write: Callable[[str], str]
+) -> None:
+    """The schedule is that of another number of GPUs, so the parts have another size."""
+    four = "msgspec.structs.replace(plan, gpus=4) if plan.gpus > 1 else plan"
+    plan = make_plan(write(SHARDS % ("Overlapped", four)), gpus=2, accumulation=4)
+    message = r"found 4096 parameters of layer 0 are updated by each of 2 GPUs; allowed: 8192, "
+    with pytest.raises(UserError, match=message):
+        policies.check_outside(plan)
