@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 
 from megatrain.simulator import policies as policy_library
-from megatrain.simulator.base import plugins
 from megatrain.simulator.costs import CostModel
 from megatrain.simulator.costs.remembered import costs_sizes
 from megatrain.simulator.costs.scaled import ScaledCosts
@@ -83,7 +82,6 @@ class Choice(Estimate, frozen=True, kw_only=True):
     """Kinds of ops whose cost is extrapolated beyond the measured sizes."""
 
 
-@plugins.unchanging()
 def assess(plan: Plan, costs: CostModel, seconds: float | None = None) -> Choice:
     """Returns the predicted memory, time and bounds of `plan`.
 

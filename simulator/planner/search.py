@@ -20,7 +20,6 @@ from typing import TypeVar
 import msgspec
 
 from megatrain.simulator import policies as policy_library
-from megatrain.simulator.base import plugins
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import CostModel, cost_model
 from megatrain.simulator.costs.scaled import ScaledCosts
@@ -61,7 +60,6 @@ _Found = TypeVar("_Found", bound=Estimate)
 __all__ = ["Choice", "assess", "candidates", "plan_account", "rank", "search"]
 
 
-@plugins.unchanging()
 def search(
     model: ModelSpec,
     hardware: HardwareSpec,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import traceback
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 import msgspec
@@ -391,16 +392,36 @@ def verified(plan: Plan) -> Schedule:
 
 
 def check_outside(plan: Plan) -> None:
-    """Checks the schedule of a plan if its policy is not one of this package.
+    """Checks the schedule and the outline of a plan if its policy is not one of this package.
 
     The package's own policies are checked by its tests for every family and placement, and before a
     plan is saved or executed (`verified`). A search has no time to check each of their plans.
 
-    Raises UserError if the schedule is not correct.
+    Raises UserError if the schedule is not correct, or if the memory of the outline is not that of
+    the schedule.
     """
     if type(find(plan.policy)).__module__.startswith(__name__):
         return
-    verified(msgspec.structs.replace(plan, digest=lower(plan).digest))
+    schedule = lower(plan)
+    verified(msgspec.structs.replace(plan, digest=schedule.digest))
+    expected = _pools(schedule)
+    for merged in (False, True):
+        found = _pools(outline(plan, merged=merged))
+        for pool in (pool for pool in {**expected, **found} if expected[pool] != found[pool]):
+            raise UserError(
+                f"policy {plan.policy}: buffers",
+                found=f"{found[pool]} bytes of {pool}" + (" with merged=True" if merged else ""),
+                allowed=f"{expected[pool]}, as in the schedule of `lower`",
+                fix="return the same buffers as `lower`, or leave out `buffers`",
+            )
+
+
+def _pools(schedule: Schedule) -> Counter[str]:
+    """Returns pool -> the bytes that its buffers take, as merged buffers have them."""
+    sizes = Counter[str]()
+    for buffer in schedule.buffers:
+        sizes[buffer.pool] += buffer.allocated
+    return sizes
 
 
 @contextlib.contextmanager

@@ -481,3 +481,34 @@ def test_an_update_of_whole_layers_on_each_gpu_is_refused(
     message = r"found 4096 parameters of layer 0 are updated by each of 2 GPUs; allowed: 8192, "
     with pytest.raises(UserError, match=message):
         policies.check_outside(plan)
+
+
+@pytest.mark.parametrize("merged", ["True", "merged", "not merged"])
+def test_an_outline_that_leaves_buffers_out_is_refused(
+    make_plan: Callable[..., Plan], write: Callable[[str], str], merged: str
+) -> None:
+    """The search would find that the plan fits, or advise a batch that nothing can hold."""
+    path = write(
+        f"""
+        import msgspec
+
+        class Mine(KBuffer):
+            name = "mine"
+
+            def buffers(self, plan, *, merged=False):
+                schedule = super().lower(plan)
+                kept = [each for each in schedule.buffers if each.place != "host"]
+                if {merged}:
+                    schedule = msgspec.structs.replace(schedule, buffers=tuple(kept))
+                return schedule
+        """
+    )
+    mode = " with merged=True" if merged == "merged" else ""
+    message = (
+        rf"policy {re.escape(path)}: buffers: found 0 bytes of host\.[a-z_]+{mode}; allowed: \d+,"
+        r" as in the schedule of `lower`; fix: return the same buffers as `lower`"
+    )
+    model = make_plan().model
+    for limit in (None, 2**16):
+        with pytest.raises(UserError, match=message):
+            judge(model, H200, WORK, policies=[path], host_limit=limit)
