@@ -270,7 +270,7 @@ class Trainer(TrainingRun):
         _refuse_arguments(data, evaluation_data, callbacks)
         _refuse_unread_data(self.config, data, evaluation_data)
         self._ranks, self._leads = ranks, ranks is None or ranks.leads
-        self.schedule, self._changes = self._checked_schedule(), changes()
+        self._changes, self.schedule = changes(), self._checked_schedule()
         refuse_unmatched(self.config.optimizer, self.plan.model)
         lock = RunLock(Path(out)) if isinstance(out, Path | str) else out
         self._lock = lock if self._leads else None
@@ -411,7 +411,7 @@ class Trainer(TrainingRun):
         with self._lock or contextlib.nullcontext(), unchanging():
             self._refuse_taken()
             if changes() != self._changes:
-                self.schedule, self._changes = self._checked_schedule(), changes()
+                self._changes, self.schedule = changes(), self._checked_schedule()
             return self._fit()
 
     def _checked_schedule(self) -> Schedule:
