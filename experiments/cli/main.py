@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from megatrain.experiments.cli.options import OneLineParser
 from megatrain.experiments.cli.program import run_program
+from megatrain.simulator.base.plugins import unchanging
 
 _MODULES = {
     "check": "check",
@@ -126,7 +127,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def run() -> int:
         args = parse(arguments)
-        status: int = VERBS[args.verb].run(args)
+        with unchanging():
+            status: int = VERBS[args.verb].run(args)
         return status
 
     return run_program("megatrain", run)

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from megatrain.simulator.base.files import write_toml
+from megatrain.simulator.base.plugins import path_from
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.hardware.shared import SharedMachine
 
@@ -110,9 +111,12 @@ def write_hardware(path: Path, hardware: HardwareSpec, command: str) -> None:
     """Writes `hardware` to the TOML file `path` in one atomic operation. The heading names
     `command`, which measured or corrected the machine.
 
-    Empty fields are left out. `HardwareSpec.load` returns an equal value.
+    Empty fields are left out. `HardwareSpec.load` returns an equal value. A file of its cost model
+    is written relative to the folder of `path`.
     """
     plain = msgspec.to_builtins(hardware)
+    if hardware.cost_model.endswith(".py"):
+        plain["cost_model"] = path_from(path.parent, hardware.cost_model)
     content = _without_empty({"name": hardware.name, "source": hardware.source, **plain})
     if "costs" in content:
         content["costs"] = _without_empty(content["costs"])

@@ -14,6 +14,7 @@ from megatrain.experiments.run_report.step_record import StepRecord, read_record
 from megatrain.runtime.data.summary import data_labels, read_summaries
 from megatrain.runtime.training.learning_rate import format_rate
 from megatrain.runtime.warm_up import WARM_UP_STEPS
+from megatrain.simulator.base import plugins
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import read_json, read_toml
 from megatrain.simulator.base.units import format_bytes, format_seconds
@@ -161,7 +162,10 @@ def _settings(folder: Path) -> dict[str, str]:
         if isinstance(values, dict)
         for key, value in values.items()
     }
-    plan = Plan.load(folder / "plan.toml")
+    # The path of a copy in a run's folder says less than the file's name and content.
+    plan = Plan.load(folder / "plan.toml").with_files(
+        lambda what, file: f"{Path(file).name} {plugins.digest(what, file)}"
+    )
     parts = {"workload": plan.workload, "knobs": plan.knobs}
     flat |= {
         f"{name}.{key}": str(value)

@@ -97,7 +97,7 @@ def save(executor: Executor, run: RunState, folder: Path) -> None:
             run=run,
             model=executor.plan.model,
             workload=executor.plan.workload,
-            optimizer=description(executor.settings),
+            optimizer=description(executor.settings, executor.plan.workload.optimizer),
             random=RandomState.take(executor.device),
             shards=tuple(shards),
         )

@@ -12,6 +12,8 @@ import msgspec
 from megatrain.runtime.checkpoint.manifest import TOKENIZER, Manifest
 from megatrain.runtime.optimizer.settings import AdamW
 from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.plugins import digest
+from megatrain.simulator.model.optimizer import ADAMW
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.schedule.plan import Plan
 
@@ -19,9 +21,17 @@ INIT = "training.init"
 """The setting of the initial weights, which checkpoints of earlier versions do not have."""
 
 
-def description(optimizer: AdamW) -> dict[str, Any]:
-    """Returns the name and the hyperparameters of `optimizer`, as a manifest stores them."""
-    return {"name": type(optimizer).__name__, **msgspec.to_builtins(optimizer)}
+FILE = "file"
+"""The key of the digest of the optimizer's file in `Manifest.optimizer`. Checkpoints of earlier
+versions, and those of optimizers that are in no file, do not have it."""
+
+
+def description(optimizer: AdamW, name: str = ADAMW) -> dict[str, Any]:
+    """Returns the hyperparameters of `optimizer`, as a manifest stores them. `name` is the name of
+    the optimizer in the workload. If it is a file, the digest of its content is added.
+    """
+    found = {"name": type(optimizer).__name__, **msgspec.to_builtins(optimizer)}
+    return {**found, FILE: digest("optimizer", name)} if name.endswith(".py") else found
 
 
 def refuse_other_run(
@@ -59,10 +69,21 @@ def refuse_other_run(
     }
     if is_longer(before, settings):
         before["training.steps"] = settings["training.steps"]
+    work = plan.workload.same_bits
+    # a hyperparameter that is newer than the checkpoint had its default
+    hyperparameters = description(AdamW()) | manifest.optimizer
+    described = description(optimizer, work.optimizer)
+    files = hyperparameters.pop(FILE, None), described.pop(FILE, None)
+    first, second = manifest.workload.optimizer, work.optimizer
+    if first.endswith(".py") and second.endswith(".py"):
+        # A run folder has a copy of the file, so its path says little.
+        if files[0] == files[1] or (files[0] is None and Path(first).name == Path(second).name):
+            work = msgspec.structs.replace(work, optimizer=first)
+        elif first == second:
+            pairs.append(("content of the optimizer's file", *files))
     for prefix, was, now in (
-        ("workload", manifest.workload.same_bits, plan.workload.same_bits),
-        # a hyperparameter that is newer than the checkpoint had its default
-        ("optimizer", description(AdamW()) | manifest.optimizer, description(optimizer)),
+        ("workload", manifest.workload.same_bits, work),
+        ("optimizer", hyperparameters, described),
         ("settings", before, dict(settings)),
     ):
         old, new = (_plain(values) for values in (was, now))

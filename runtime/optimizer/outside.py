@@ -79,8 +79,8 @@ def refuse_optimizer(plan: Plan, settings: AdamW) -> None:
     """Raises UserError if the plan's optimizer cannot be used with `settings`.
 
     This is the case if `settings` has a value that the optimizer does not read, if a trial update
-    raises an error, if the result depends on how a tensor is cut into chunks, or if frozen weights
-    change.
+    raises an error, returns something or changes no weights, if the result depends on how a tensor
+    is cut into chunks, or if frozen weights change.
     """
     name = plan.workload.optimizer
     optimizer = find(name)
@@ -100,6 +100,7 @@ def refuse_optimizer(plan: Plan, settings: AdamW) -> None:
                 fix="leave it out, or use an optimizer that reads it",
             )
     try:
+        problem = _not_in_place(optimizer, settings)
         whole, parts = (_trial(optimizer, settings, size) for size in (_TRIAL, _TRIAL // 3))
         frozen = _keeps_frozen_weights(optimizer, settings)
     except Exception as error:
@@ -110,6 +111,13 @@ def refuse_optimizer(plan: Plan, settings: AdamW) -> None:
             allowed="an update of fp32 tensors in place",
             fix="correct the optimizer",
         ) from error
+    if problem:
+        raise UserError(
+            f"optimizer {name}",
+            found=problem,
+            allowed="one that changes its weights in place, and returns None",
+            fix="change `weights` with methods such as `sub_` or `copy_`, and leave out `return`",
+        )
     if not torch.equal(whole, parts):
         raise UserError(
             f"optimizer {name}",
@@ -124,6 +132,21 @@ def refuse_optimizer(plan: Plan, settings: AdamW) -> None:
             allowed="none where rate and gradient are 0",
             fix="multiply whatever is subtracted by `rate`",
         )
+
+
+def _not_in_place(optimizer: Optimizer, settings: AdamW) -> str:
+    """Returns how three updates differ from updates in place, or an empty text if they do not."""
+    weights, *gradients = _random_state()
+    before, moments = weights.clone(), torch.zeros(optimizer.moments, _TRIAL)
+    arguments = settings_of(optimizer, settings, settings.weight_decay)
+    for number, gradient in enumerate(gradients, 1):
+        # an outside update may return something, whatever its annotation says
+        result: object = optimizer.update(  # type: ignore[func-returns-value]
+            weights, moments, gradient, rate=1e-3, number=number, **arguments
+        )
+        if result is not None:
+            return f"an update that returns {type(result).__name__}"
+    return "an update that changes no weights" if torch.equal(weights, before) else ""
 
 
 def _trial(optimizer: Optimizer, settings: AdamW, size: int) -> torch.Tensor:

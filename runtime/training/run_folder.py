@@ -1,6 +1,8 @@
 """RunFolder: a callback that writes the files of a run.
 
 At the start:
+    code/                   the files of the plan's policy, optimizer and cost model, if they are in
+                            files
     plan.toml, hardware.toml, config.toml, environment.json
     data.json               the summaries of the data, unless the caller passed its own batches
     chat_template.jinja     if the config names a chat template
@@ -12,6 +14,7 @@ With each checkpoint, and when the run ends or is stopped:
 After the first step under another plan:
     plans/SCHEDULE/         the former plan, its hardware file and its measurements
     hardware-DIGEST.toml    the hardware file of the other plan, if it differs from hardware.toml
+    code/DIGEST/            a file of the other plan, if it differs from one of this name in code/
 At the end:
     model/                  the model in Hugging Face format. If the run is resumed later, its next
                             model is in model-STEP/. models.json lists all (`exported_models.py`)
@@ -28,7 +31,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -40,11 +43,20 @@ from megatrain.runtime.files.model_folder import CHAT_TEMPLATE
 from megatrain.runtime.files.model_source import hub_name, planned_source
 from megatrain.runtime.machine import describe
 from megatrain.runtime.training.callback import Callback, EvaluationResult, Step
-from megatrain.runtime.training.run_lock import LOCK, START
+from megatrain.runtime.training.run_lock import CODE, LOCK, START, remove_start
 from megatrain.runtime.training.stopped_run import metrics_line, readable
 from megatrain.simulator.base.atomic_files import remove_abandoned
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.base.files import read_text, write_json, write_text, write_toml
+from megatrain.simulator.base.files import (
+    read_text,
+    read_toml,
+    toml_text,
+    write_bytes,
+    write_json,
+    write_text,
+    write_toml,
+)
+from megatrain.simulator.base.plugins import loaded_content, path_from, path_in
 from megatrain.simulator.schedule.plan import Plan
 
 if TYPE_CHECKING:
@@ -166,8 +178,7 @@ class RunFolder(Callback):
         """
         with contextlib.suppress(OSError):
             if all(path.name in START or path.name == LOCK for path in self.path.iterdir()):
-                for name in START:
-                    (self.path / name).unlink(missing_ok=True)
+                remove_start(self.path)
 
     def _clean_up(self, trainer: TrainingRun) -> None:
         """Removes the remains of an interrupted run: an incomplete model, damaged lines of the
@@ -190,9 +201,10 @@ class RunFolder(Callback):
         write_text(self.path / "metrics.jsonl", "".join(lines))
 
     def _save_plan(self, trainer: TrainingRun) -> None:
-        """Saves the plan and a copy of its hardware file.
+        """Saves the plan, and copies of its hardware file and of the files that it needs.
 
-        With the copy, `megatrain compare` also works after the run folder was moved. If the plan
+        With the copies, `megatrain compare` also works after the run folder was moved, or the
+        originals were edited or removed. If the plan
         that was saved before has another schedule, it is moved to `plans/` with its measurements.
 
         A run that continues keeps the model of its first plan, because it began from these weights.
@@ -226,11 +238,12 @@ def _same_place(one: str, other: str) -> bool:
 
 
 def save_plan(plan: Plan, origin: Path, source: str, folder: Path) -> None:
-    """Saves `plan` to `plan.toml` in `folder`, and its hardware file, if it has one, beside it.
+    """Saves `plan` to `plan.toml` in `folder`, with copies of the files that it needs.
 
-    The hardware file is saved as `hardware.toml` or, if the folder has another file of this name,
-    as `hardware-DIGEST.toml`. A hardware file is never overwritten, so the plan in the folder names
-    the right one at any time.
+    Its hardware file, if it has one, is saved as `hardware.toml`, or as `hardware-DIGEST.toml` if
+    the folder has another file of this name. Files that define its policy, optimizer and cost model
+    are saved in `code` under their own names, or in `code/DIGEST`. No file is overwritten by
+    another one, so the plan in the folder names the right ones at any time.
 
     Args:
         plan: the plan.
@@ -240,14 +253,59 @@ def save_plan(plan: Plan, origin: Path, source: str, folder: Path) -> None:
     """
     hardware = origin / plan.hardware
     if hardware.suffix == ".toml" and hardware.is_file():
-        text, name = read_text(hardware), "hardware.toml"
-        if (folder / name).is_file() and (folder / name).read_bytes() != text.encode():
-            name = f"hardware-{hashlib.sha256(text.encode()).hexdigest()[:12]}.toml"
-        write_text(folder / name, text)
-        plan = msgspec.structs.replace(plan, hardware=name)
+        text, file = _hardware_text(hardware, folder), folder / "hardware.toml"
+        other = file.with_stem(f"hardware-{_digest(text.encode())}")
+        plan = msgspec.structs.replace(plan, hardware=_kept(text.encode(), file, other).name)
+    plan = plan.with_files(lambda what, file: _kept_code(what, file, folder))
     local = Path(source)
     model = os.path.relpath(local.resolve(), folder.resolve()) if local.exists() else source
     msgspec.structs.replace(plan, source=model).save(folder / "plan.toml")
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:12]
+
+
+def _kept(content: bytes, file: Path, other: Path) -> Path:
+    """Writes `content` to `file` or, if `file` has another content, to `other`. Returns the path of
+    the written file.
+    """
+    if file.is_file() and file.read_bytes() != content:
+        file = other
+    write_bytes(file, content)
+    return file
+
+
+def _kept_code(what: str, file: str, folder: Path) -> str:
+    """Saves a copy of the `.py` file `file` in `folder`, with the content that this process uses.
+    Returns the path of the copy, or `file` if there is no such file.
+
+    The copy has the same name, which is part of a schedule's digest.
+    """
+    content = loaded_content(what, file)
+    if content is None:
+        return file
+    place, name = folder / CODE, Path(file).name
+    return str(_kept(content, place / name, place / _digest(content) / name))
+
+
+def _hardware_text(hardware: Path, folder: Path) -> str:
+    """Returns the text of the file `hardware` for `folder`. If a file defines its cost model, a
+    copy is saved in `folder`, and the text names this copy.
+    """
+    text = read_text(hardware)
+    try:
+        machine = read_toml(hardware, dict[str, Any])
+    except UserError:  # a training does not need it
+        return text
+    name = machine.get("cost_model")
+    if not (isinstance(name, str) and name.endswith(".py")):
+        return text
+    copy = _kept_code("cost model", path_in(hardware.parent, name), folder)
+    if (kept := path_from(folder, copy)) == name:
+        return text
+    heading = "The machine of the plan. `cost_model` names a copy of the file."
+    return toml_text({**machine, "cost_model": kept}, heading)
 
 
 def append(metrics: Path, row: Mapping[str, object]) -> None:

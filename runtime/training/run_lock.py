@@ -4,6 +4,7 @@ it.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from megatrain.runtime.files.file_lock import FileLock
@@ -14,7 +15,10 @@ from megatrain.simulator.base.errors import UserError
 
 LOCK = ".lock"
 """The name of the lock file in a run folder."""
+CODE = "code"
+"""The folder in a run folder with the files of the plan's policy, optimizer and cost model."""
 START = (
+    CODE,
     "hardware.toml",
     "plan.toml",
     CHAT_TEMPLATE,
@@ -22,8 +26,8 @@ START = (
     "data.json",
     "config.toml",
 )
-"""The files that a run writes first, in this order. The run has begun when it has written the last
-one."""
+"""The files and folders that a run writes first, in this order. The run has begun when it has
+written the last one."""
 
 
 class RunLock(FileLock):
@@ -54,7 +58,7 @@ class RunLock(FileLock):
                     and all(_is_start_file(path.name) for path in contents)
                 ):
                     for path in contents:
-                        path.unlink(missing_ok=True)
+                        _remove(path)
                     contents = []
                 taken = bool(contents)
         if taken and (self.folder / START[-1]).is_file():
@@ -74,6 +78,19 @@ class RunLock(FileLock):
                 allowed="a new or empty folder",
                 fix="name another one with --out",
             )
+
+
+def remove_start(folder: Path) -> None:
+    """Removes the files of START from a run folder."""
+    for name in START:
+        _remove(folder / name)
+
+
+def _remove(path: Path) -> None:
+    if path.name == CODE:
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _is_start_file(name: str) -> bool:

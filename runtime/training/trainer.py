@@ -82,9 +82,11 @@ from megatrain.runtime.training.training_run import TrainingRun
 from megatrain.runtime.training.unused_fields import refuse_unused
 from megatrain.runtime.warm_up import WARM_UP_STEPS
 from megatrain.simulator.base.errors import RunError, UserError
+from megatrain.simulator.base.plugins import changes, digest, unchanging
 from megatrain.simulator.base.units import format_seconds
 from megatrain.simulator.hardware.machine import is_calibrated
 from megatrain.simulator.model.attention_masks import document_tokens
+from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.schedule import Schedule
 from megatrain.simulator.schedule.arithmetic import own_micro_batches
 from megatrain.simulator.schedule.plan import Plan
@@ -200,6 +202,16 @@ def _unknown_method(owner: str, name: str) -> UserError:
     )
 
 
+def _same_bits(work: Workload) -> Workload:
+    """Returns `work.same_bits` with the content of the optimizer's file instead of its path, since
+    a run folder has copies of the file.
+    """
+    name = work.optimizer
+    if name.endswith(".py"):
+        name = digest("optimizer", name)
+    return msgspec.structs.replace(work.same_bits, optimizer=name)
+
+
 class Trainer(TrainingRun):
     """Trains a model by executing a plan.
 
@@ -262,14 +274,8 @@ class Trainer(TrainingRun):
         self._data, self._evaluation_data, self._predict = data, evaluation_data, predict
         _refuse_arguments(data, evaluation_data, callbacks)
         _refuse_unread_data(self.config, data, evaluation_data)
-        self.schedule = preflight(
-            self.plan,
-            self.config.optimizer,
-            self.device,
-            deterministic=self.config.training.deterministic,
-            ranks=ranks,
-        )
         self._ranks, self._leads = ranks, ranks is None or ranks.leads
+        self._changes, self.schedule = changes(), self._checked_schedule()
         refuse_unmatched(self.config.optimizer, self.plan.model)
         lock = RunLock(Path(out)) if isinstance(out, Path | str) else out
         self._lock = lock if self._leads else None
@@ -358,7 +364,7 @@ class Trainer(TrainingRun):
         other = Plan.load(Path(plan))
         for what, found, allowed in (
             ("model", other.model, self.plan.model),
-            ("workload", other.workload.same_bits, self.plan.workload.same_bits),
+            ("workload", *(_same_bits(plan.workload) for plan in (other, self.plan))),
         ):
             if found != allowed:
                 raise UserError(
@@ -388,7 +394,8 @@ class Trainer(TrainingRun):
     def fit(self) -> Fitted:
         """Trains the model and returns the result.
 
-        The run folder is locked while this method runs, so a second run in it is refused. With
+        The run folder is locked while this method runs, so a second run in it is refused. The
+        files of a policy and an optimizer are read before, and an edit has no effect. With
         `deterministic` in the config, the process stays in deterministic mode afterwards.
 
         After the first SIGINT, SIGTERM or SIGHUP, the current step is completed, a checkpoint is
@@ -406,9 +413,21 @@ class Trainer(TrainingRun):
             Interrupted: after a signal.
             RankLost: if another rank ended or does not answer.
         """
-        with self._lock or contextlib.nullcontext():
+        with self._lock or contextlib.nullcontext(), unchanging():
             self._refuse_taken()
+            if changes() != self._changes:
+                self._changes, self.schedule = changes(), self._checked_schedule()
             return self._fit()
+
+    def _checked_schedule(self) -> Schedule:
+        """Returns the schedule of the plan. Raises UserError if it cannot be executed."""
+        return preflight(
+            self.plan,
+            self.config.optimizer,
+            self.device,
+            deterministic=self.config.training.deterministic,
+            ranks=self._ranks,
+        )
 
     def _refuse_taken(self) -> None:
         if self._lock is not None and self._resume is None:

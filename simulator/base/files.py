@@ -234,10 +234,20 @@ def write_toml(
     heading: str = "",
     comments: Mapping[str, str] | None = None,
 ) -> None:
-    """Writes `value` as TOML to `path`, atomically. Keys whose value is None are left out.
+    """Writes `value` as TOML to `path`, atomically. The arguments are those of `toml_text`."""
+    write_text(path, toml_text(value, heading, comments))
+
+
+def toml_text(
+    value: msgspec.Struct | dict[str, Any],
+    heading: str = "",
+    comments: Mapping[str, str] | None = None,
+) -> str:
+    """Returns `value` as TOML. Keys whose value is None are left out.
 
     Args:
-        heading: a comment at the top of the file.
+        value: the content.
+        heading: a comment at the top of the text.
         comments: key or section -> a comment that is written above its first line.
     """
     text = tomli_w.dumps(_without_none(msgspec.to_builtins(value)))
@@ -245,7 +255,7 @@ def write_toml(
     for name, comment in (comments or {}).items():
         if line := re.search(rf"^\[{{0,2}}{re.escape(name)}[\] .]", text, re.MULTILINE):
             text = text[: line.start()] + _commented(comment) + text[line.start() :]
-    write_text(path, _commented(heading) + text)
+    return _commented(heading) + text
 
 
 def _commented(text: str) -> str:

@@ -9,16 +9,25 @@ An installed package names an object under one of these entry point groups:
     megatrain.cost_models  a function (HardwareSpec, ModelSpec, Workload) -> CostModel
 
 A package cannot replace a built-in object, because built-in names are looked up first.
+
+A file that is edited is loaded again by the next operation. What was computed with its old content
+is then forgotten (`cached`). No operation mixes the two (`unchanging`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
 import importlib.util
+import os
 import sys
+import threading
+from collections.abc import Callable, Iterator
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
 from megatrain.simulator.base.errors import UserError
 
@@ -26,6 +35,7 @@ if TYPE_CHECKING:
     import importlib.metadata
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., object])
 
 
 @functools.cache
@@ -59,27 +69,165 @@ def load(group: str, name: str) -> object:
         raise _cannot_load(f"{group} entry point {point.value}", error) from error
 
 
-@functools.cache
+class _File(NamedTuple):
+    """A `.py` file that was loaded."""
+
+    content: bytes
+    module: ModuleType
+
+
+class _Loader(SourceFileLoader):
+    """Loads a file without `__pycache__`. Python takes a file there for the current one if the
+    source has the same size and was written in the same second.
+    """
+
+    def path_stats(self, path: str) -> dict[str, float]:
+        raise OSError
+
+
+class _Loaded:
+    """The files that were loaded, and what depends on them."""
+
+    def __init__(self) -> None:
+        self.files: dict[tuple[str, str], _File] = {}
+        """(what it defines, path) -> the file."""
+        self.forgetting: list[Callable[[], None]] = []
+        """Functions that forget what was computed with the files."""
+        self.lock = threading.Lock()
+        """Held while `operations` changes, because threads may begin operations."""
+        self.operations = 0
+        """The number of operations in which no file is loaded again."""
+        self.changes = 0
+        """How often files had changed."""
+
+
+_loaded = _Loaded()
+
+
 def load_file(what: str, path: str) -> ModuleType:
-    """Returns the module in the `.py` file `path`, which is executed once.
+    """Returns the module in the `.py` file `path`, which is executed once, and again after it has
+    changed.
 
     `what` is what the file defines, such as "policy", for error texts. Raises UserError if there
     is no such file, or if executing it fails.
     """
-    if not Path(path).is_file():
+    refresh()
+    if (what, path) in _loaded.files:
+        return _loaded.files[what, path].module
+    content = _content(path)
+    if content is None:
         allowed = f"the path of a .py file that defines {with_article(what)}"
         raise UserError(what, found=f"no file {path}", allowed=allowed, fix="check the path")
-    name = f"megatrain_{what.replace(' ', '_')}_{Path(path).stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
+    # Files of the same name, and earlier contents of a file, have modules of their own.
+    key = hashlib.sha256(path.encode() + b"\0" + content).hexdigest()[:12]
+    name = f"megatrain_{what.replace(' ', '_')}_{Path(path).stem}_{key}"
+    loader = _Loader(name, path)
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
+        loader.exec_module(module)
     except (Exception, SystemExit) as error:
         raise _cannot_load(f"{what} {path}", error) from error
+    _loaded.files[what, path] = _File(content, module)
     return module
+
+
+def path_in(folder: Path, file: str) -> str:
+    """Returns the path of `file`, which is written in a file of `folder` and relative to it.
+
+    If it is only in the current folder, where files of earlier versions were looked up, the result
+    is `file`.
+    """
+    there = os.path.normpath(folder / file)
+    return there if os.path.isfile(there) or not os.path.isfile(file) else file
+
+
+def path_from(folder: Path, file: str) -> str:
+    """Returns the path of `file` relative to `folder`, as a file of `folder` is to have it."""
+    return os.path.relpath(Path(file).resolve(), folder.resolve())
+
+
+def loaded_content(what: str, path: str) -> bytes | None:
+    """Returns the content with which the file `path` was loaded, or else its content now. Returns
+    None if there is no such file.
+    """
+    known = _loaded.files.get((what, path))
+    return known.content if known else _content(path)
+
+
+def digest(what: str, path: str) -> str:
+    """Returns the digest of `loaded_content`, or an empty text if there is no such file."""
+    content = loaded_content(what, path)
+    return "" if content is None else hashlib.sha256(content).hexdigest()[:12]
+
+
+def _content(path: str) -> bytes | None:
+    try:
+        return Path(path).read_bytes()
+    except (OSError, ValueError):
+        return None
+
+
+def refresh() -> None:
+    """Forgets all files, and what was computed with them, if one of them has changed. Does nothing
+    inside `unchanging`.
+    """
+    if _loaded.files and not _loaded.operations:
+        for (_, path), file in list(_loaded.files.items()):
+            if _content(path) != file.content:
+                break
+        else:
+            return
+        _loaded.changes += 1
+        forget()
+
+
+def forget() -> None:
+    """Forgets all files, and what was computed with them."""
+    _loaded.files.clear()
+    for function in _loaded.forgetting:
+        function()
+
+
+def changes() -> int:
+    """Returns a number that differs from an earlier one if a file was found to be changed since."""
+    refresh()
+    return _loaded.changes
+
+
+def on_forget(function: Callable[[], None]) -> None:
+    """Calls `function` whenever the files are forgotten."""
+    _loaded.forgetting.append(function)
+
+
+def cached(maxsize: int) -> Callable[[F], F]:
+    """Returns `functools.lru_cache(maxsize)` for results that may depend on a policy, an optimizer
+    or a cost model in a file. They are forgotten when a file has changed.
+    """
+
+    def decorated(function: F) -> F:
+        remembering = functools.lru_cache(maxsize)(function)
+        on_forget(remembering.cache_clear)
+        return cast(F, remembering)
+
+    return decorated
+
+
+@contextlib.contextmanager
+def unchanging() -> Iterator[None]:
+    """Keeps the files as they are at the beginning, for one operation. Files that are edited
+    meanwhile are loaded again by the next one.
+    """
+    refresh()
+    with _loaded.lock:
+        _loaded.operations += 1
+    try:
+        yield
+    finally:
+        with _loaded.lock:
+            _loaded.operations -= 1
 
 
 def with_article(what: str) -> str:

@@ -21,7 +21,9 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Finds the objects of `interface`. Objects from outside are loaded once."""
+    """Finds the objects of `interface`. Objects from outside are loaded once, and those in a file
+    again after the file has changed.
+    """
 
     def __init__(
         self,
@@ -47,6 +49,7 @@ class Registry(Generic[T]):
         self._what, self._interface, self._home, self._built_in = what, interface, home, built_in
         self.group, self._refuse = group, refuse
         self._loaded: dict[str, T] = {}
+        plugins.on_forget(self._loaded.clear)
 
     def registered(self) -> list[str]:
         """Returns the names of all built-in and installed objects in alphabetical order."""
@@ -57,6 +60,7 @@ class Registry(Generic[T]):
 
         Raises UserError if there is none, or if loading it fails.
         """
+        plugins.refresh()
         if name in self._built_in:
             return self._built_in[name]
         if name not in self._loaded:

@@ -6,7 +6,6 @@ durations from a run, to check the engine.
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 
 from megatrain.simulator.base import plugins
@@ -60,6 +59,7 @@ def cost_model(
     has fp8 products and the machine does not, or if there are several hosts and the machine has no
     rate of the network.
     """
+    plugins.refresh()
     make = _made if hardware.cost_model else _shared
     return make(hardware, model, workload, gpus, hosts)
 
@@ -87,7 +87,7 @@ def _made(
     return OneOfSeveral(costs, link_share(hardware, gpus // hosts), exact)
 
 
-_shared = functools.lru_cache(maxsize=8)(_made)
+_shared = plugins.cached(maxsize=8)(_made)
 """Returns what `_made` returns. Cached because searches with the same cost model share what they
 know about plans."""
 

@@ -158,7 +158,8 @@ class HardwareSpec(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True)
     key is `KIND@LANE`, a lane for the other kinds on it, or `all` for the other lanes."""
     cost_model: str = ""
     """A cost model from outside the package, used instead of the built-in ones: the name that an
-    installed package gives it (`megatrain.cost_models`), or the path of a `.py` file."""
+    installed package gives it (`megatrain.cost_models`), or the path of a `.py` file. In a TOML
+    file, the path is relative to the file."""
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -317,7 +318,7 @@ class HardwareSpec(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True)
             return measured[name]
         found = plugins.load(GROUP, name)
         if isinstance(found, str | Path):
-            return read_toml(Path(found), cls)
+            return _of_file(Path(found))
         return plugins.load_as(GROUP, name, cls, "a HardwareSpec, or the path of its TOML file")
 
     @classmethod
@@ -398,13 +399,18 @@ def known_names() -> list[str]:
 
 
 def _of_file(path: Path) -> HardwareSpec:
-    """Returns the machine of a TOML file.
+    """Returns the machine of a TOML file. A file of its cost model is found relative to the folder
+    of `path`.
 
     Raises UserError if the file cannot be used. For a file of `calibrate --share`, which has
     another format, the error names the folder where such files belong.
     """
     try:
-        return read_toml(path, HardwareSpec)
+        machine = read_toml(path, HardwareSpec)
+        if machine.cost_model.endswith(".py"):
+            found = plugins.path_in(path.parent, machine.cost_model)
+            machine = msgspec.structs.replace(machine, cost_model=found)
+        return machine
     except UserError:
         try:
             shared = read_toml(path, SharedMachine)

@@ -4,11 +4,11 @@ was not measured.
 
 from __future__ import annotations
 
-import functools
 import math
 
 import msgspec
 
+from megatrain.simulator.base import plugins
 from megatrain.simulator.hardware.cost_table import Workspace
 from megatrain.simulator.model.attention_masks import added_mask_bytes, mask_bytes, saved_mask_bytes
 from megatrain.simulator.model.layer import DTYPE_BYTES, EMBEDDING
@@ -24,7 +24,7 @@ from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.schedule.arithmetic import summed_columns
 
 
-@functools.lru_cache(maxsize=16)  # a search asks for one workload hundreds of times
+@plugins.cached(maxsize=16)  # a search asks for one workload hundreds of times
 def activations_estimate(model: ModelSpec, workload: Workload) -> int:
     """Returns the estimated bytes of the saved activations of one decoder layer for one
     micro-batch. If layers differ, it is the largest.
@@ -43,7 +43,7 @@ def activations_estimate(model: ModelSpec, workload: Workload) -> int:
     )
 
 
-@functools.lru_cache(maxsize=16)
+@plugins.cached(maxsize=16)
 def rebuilt_estimate(model: ModelSpec, workload: Workload) -> int:
     """Returns the bytes that a decoder layer saves less for one micro-batch if it rebuilds outputs
     (`rebuilt_bytes`). If layers differ, it is the smallest number. 0 if layers cannot.
@@ -146,7 +146,7 @@ def embedding_bytes(model: ModelSpec, workload: Workload) -> int:
     return max(of_rows, 62 * tokens * summed // 5 + kept) + 80 * tokens * len(tables)
 
 
-@functools.lru_cache(maxsize=16)
+@plugins.cached(maxsize=16)
 def workspace_estimate(model: ModelSpec, workload: Workload) -> Workspace:
     """Returns the estimated bytes of temporary tensors in ops.
 
@@ -205,7 +205,7 @@ def workspace_estimate(model: ModelSpec, workload: Workload) -> Workspace:
     )
 
 
-@functools.lru_cache(maxsize=16)
+@plugins.cached(maxsize=16)
 def tuning_bytes(model: ModelSpec, workload: Workload) -> int:
     """Returns the bytes of host memory that the compiler may take while it tunes kernels, and keep.
 

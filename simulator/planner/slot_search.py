@@ -94,16 +94,20 @@ class SlotSearch:
         """(interval, weight slots) -> bytes on (device, host), with the first of `paths`."""
 
     def _shortest(self) -> Plan:
-        """Returns the plan with two decoder layers, or with the fewest that the policy accepts."""
+        """Returns the plan with two decoder layers, or with the fewest with which the policy works.
+
+        If it works with none, for example because it refuses these knobs, all layers are kept. So
+        only errors of the user's own model are reported.
+        """
         plans = [
             with_knobs(self.plan, layers=layers, groups=2, chunk_bytes=ONE_COPY)
             for layers in (2, 3, 4, _SHORT, self.plan.model.layers)
         ]
         for plan in plans:
-            with contextlib.suppress(UserError):
+            with contextlib.suppress(UserError):  # also for any other error of the policy
                 policy_library.lower_uncached(plan)
                 return plan
-        return plans[0]  # the number of layers is not the problem, so the search raises the error
+        return plans[-1]
 
     def _allowed(self, knob: str, values: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the values of `knob` that the policy accepts and that make a difference.

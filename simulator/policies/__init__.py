@@ -8,13 +8,14 @@ name. Most functions below take a plan and call the policy that it names.
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import traceback
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 import msgspec
 
+from megatrain.simulator.base import plugins
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.model import optimizer
 from megatrain.simulator.model.families import ONE_KERNEL
@@ -88,6 +89,7 @@ def peers() -> list[str]:
     return [name for name in registered() if find(name).prediction_only]
 
 
+@plugins.unchanging()
 def lower(plan: Plan) -> Schedule:
     """Returns the schedule of `plan` under its policy.
 
@@ -100,7 +102,7 @@ def lower(plan: Plan) -> Schedule:
     return _lowered(blank)
 
 
-@functools.lru_cache(maxsize=2)
+@plugins.cached(maxsize=2)
 def _lowered(plan: Plan) -> Schedule:
     """Returns what `lower_uncached` returns. Cached because a plan is lowered three times: to time,
     assess and explain it. Lowering a dense 120B model takes 0.4 s.
@@ -108,6 +110,7 @@ def _lowered(plan: Plan) -> Schedule:
     return lower_uncached(plan)
 
 
+@plugins.unchanging()
 def lower_uncached(plan: Plan) -> Schedule:
     """Returns what `lower` returns, without its cache."""
     policy = _policy(plan)
@@ -117,6 +120,7 @@ def lower_uncached(plan: Plan) -> Schedule:
         return schedule
 
 
+@plugins.unchanging()
 def lower_for_timing(plan: Plan) -> Schedule:
     """Returns a schedule with the `compiled` and `sizes` of the one that `lower` returns. Its ops
     and buffers may be missing.
@@ -133,6 +137,7 @@ def lower_for_timing(plan: Plan) -> Schedule:
         return schedule
 
 
+@plugins.unchanging()
 def outline(plan: Plan, *, merged: bool = False) -> Schedule:
     """Returns a schedule with the buffers of the one that `lower` returns. Its ops may be missing.
 
@@ -338,6 +343,7 @@ def flush_update(plan: Plan) -> Schedule | None:
         return find(plan.policy).flush_update(plan)
 
 
+@plugins.unchanging()
 def evaluation(plan: Plan) -> Schedule:
     """Returns the schedule of a forward pass with loss over the micro-batches of one step, on the
     step's buffers. With several GPUs, it is the schedule of one rank.
@@ -347,6 +353,7 @@ def evaluation(plan: Plan) -> Schedule:
     return forward_only(plan, lower(plan))
 
 
+@plugins.unchanging()
 def verified(plan: Plan) -> Schedule:
     """Returns the plan's schedule after checking it.
 
@@ -387,16 +394,36 @@ def verified(plan: Plan) -> Schedule:
 
 
 def check_outside(plan: Plan) -> None:
-    """Checks the schedule of a plan if its policy is not one of this package.
+    """Checks the schedule and the outline of a plan if its policy is not one of this package.
 
     The package's own policies are checked by its tests for every family and placement, and before a
     plan is saved or executed (`verified`). A search has no time to check each of their plans.
 
-    Raises UserError if the schedule is not correct.
+    Raises UserError if the schedule is not correct, or if the memory of the outline is not that of
+    the schedule.
     """
     if type(find(plan.policy)).__module__.startswith(__name__):
         return
-    verified(msgspec.structs.replace(plan, digest=lower(plan).digest))
+    schedule = lower(plan)
+    verified(msgspec.structs.replace(plan, digest=schedule.digest))
+    expected = _pools(schedule)
+    for merged in (False, True):
+        found = _pools(outline(plan, merged=merged))
+        for pool in (pool for pool in {**expected, **found} if expected[pool] != found[pool]):
+            raise UserError(
+                f"policy {plan.policy}: buffers",
+                found=f"{found[pool]} bytes of {pool}" + (" with merged=True" if merged else ""),
+                allowed=f"{expected[pool]}, as in the schedule of `lower`",
+                fix="return the same buffers as `lower`, or leave out `buffers`",
+            )
+
+
+def _pools(schedule: Schedule) -> Counter[str]:
+    """Returns pool -> the bytes that its buffers take, as merged buffers have them."""
+    sizes = Counter[str]()
+    for buffer in schedule.buffers:
+        sizes[buffer.pool] += buffer.allocated
+    return sizes
 
 
 @contextlib.contextmanager

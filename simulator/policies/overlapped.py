@@ -47,10 +47,10 @@ it is updated. This avoids the copies of their state but uses host memory bandwi
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from megatrain.simulator.base import plugins
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
@@ -105,7 +105,7 @@ class _Homes(NamedTuple):
     """Layers whose buffer is in host memory."""
 
 
-@functools.lru_cache(maxsize=1024)
+@plugins.cached(maxsize=1024)
 def _homes(
     kind: type[Builder],
     model: ModelSpec,
@@ -132,7 +132,7 @@ def _homes(
     return _Homes(builder.build().buffers, ids, streaming)
 
 
-@functools.lru_cache(maxsize=1024)
+@plugins.cached(maxsize=1024)
 def _distinct(
     model: ModelSpec, work: Workload, streamed: frozenset[str], resident: frozenset[str]
 ) -> tuple[str, ...]:
@@ -184,14 +184,7 @@ class _OverlappedStore(ChunkedStore):
             if name == "gradients" and not self.defers:
                 summed = {layer for layer in self.stack if sums_on_device(plan, layer)}
                 temporary = frozenset(summed - resident - self.on_host)
-            homes = _homes(
-                type(builder),  # type: ignore[arg-type]  # mypy: a class is not Hashable
-                plan.model,
-                plan.workload,
-                name,
-                resident,
-                temporary,
-            )
+            homes = _homes(type(builder), plan.model, plan.workload, name, resident, temporary)
             builder.keep(homes.buffers)
             self.home |= homes.ids
             self.streaming[name] = homes.streaming

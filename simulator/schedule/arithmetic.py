@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any, Literal, NamedTuple
 
+from megatrain.simulator.base import plugins
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.model.layer import EMBEDDING
 from megatrain.simulator.model.op_work import op_work
@@ -78,7 +79,7 @@ def contributions(plan: Plan, layer: str) -> int:
     return stack_contributions(plan.model, plan.workload)[layer]
 
 
-@functools.lru_cache(maxsize=4)
+@plugins.cached(maxsize=4)
 def stack_contributions(model: ModelSpec, work: Workload) -> Mapping[str, int]:
     """Returns layer -> what `contributions` returns for it. Cached because a search asks for it
     with each plan.
@@ -163,13 +164,13 @@ def stack_state(plan: Plan) -> Mapping[str, dict[StateClass, StatePart]]:
     return _stack_state(plan.model, plan.workload)
 
 
-@functools.lru_cache(maxsize=4)
+@plugins.cached(maxsize=4)
 def _stack_state(model: ModelSpec, work: Workload) -> dict[str, dict[StateClass, StatePart]]:
     """Returns layer -> its state. Cached because a search asks for it with each plan."""
     return {layer: _layer_state(model, work, layer) for layer in model.stack}
 
 
-@functools.lru_cache(maxsize=4)
+@plugins.cached(maxsize=4)
 def state_sizes(
     model: ModelSpec, work: Workload
 ) -> dict[StateClass, list[tuple[str, int, BufferDtype]]]:
@@ -287,7 +288,7 @@ def cost_keys(
     return _cost_keys(plan.model, plan.workload, kind, layer, kept, read, rebuilt)
 
 
-@functools.lru_cache(maxsize=4096)
+@plugins.cached(maxsize=4096)
 def _cost_keys(
     model: ModelSpec, work: Workload, kind: str, layer: str, kept: bool, read: bool, rebuilt: bool
 ) -> dict[str, Any]:

@@ -5,13 +5,13 @@ workload, policy, knobs and memory limits, and what was predicted.
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from megatrain.simulator.base import plugins
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.field_types import check_types
 from megatrain.simulator.base.files import read_toml, write_toml
@@ -286,9 +286,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Writes the plan as TOML to `path`. Files that define its policy or optimizer are written
         relative to the folder of `path`.
         """
-        folder = Path(path).parent.resolve()
+        folder = Path(path).parent
         data: dict[str, Any] = msgspec.to_builtins(
-            self._with_files(lambda file: os.path.relpath(Path(file).resolve(), folder))
+            self.with_files(lambda _, file: plugins.path_from(folder, file))
         )
         for field, default in (
             ("documents", False),
@@ -320,21 +320,18 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def load(cls, path: Path | str) -> Plan:
         """Reads a plan. Raises UserError if the file is missing or malformed, has another format
         version, or has an unknown key. Files that define its policy or optimizer are found relative
-        to the folder of `path`. If a file is not there, its path is kept.
+        to the folder of `path` (`plugins.path_in`).
         """
         folder = Path(path).parent
+        return read_toml(Path(path), cls).with_files(lambda _, file: plugins.path_in(folder, file))
 
-        def found(file: str) -> str:
-            there = folder / file
-            return os.path.normpath(there) if there.is_file() else file
-
-        return read_toml(Path(path), cls)._with_files(found)
-
-    def _with_files(self, change: Callable[[str], str]) -> Plan:
-        """Returns the plan with `change` applied to the `.py` files of its policy and optimizer."""
+    def with_files(self, change: Callable[[str, str], str]) -> Plan:
+        """Returns the plan with other paths of the `.py` files of its policy and its optimizer.
+        `change` gets what a file defines, "policy" or "optimizer", and its path.
+        """
         policy, optimizer = (
-            change(name) if name.endswith(".py") else name
-            for name in (self.policy, self.workload.optimizer)
+            change(what, name) if name.endswith(".py") else name
+            for what, name in (("policy", self.policy), ("optimizer", self.workload.optimizer))
         )
         if (policy, optimizer) == (self.policy, self.workload.optimizer):
             return self

@@ -11,12 +11,17 @@ import math
 from typing import NamedTuple
 
 from megatrain.simulator.model.layer import EMBEDDING
-from megatrain.simulator.schedule.arithmetic import stack_contributions
+from megatrain.simulator.schedule.arithmetic import (
+    part_elements,
+    stack_contributions,
+    whole_matrices,
+)
 from megatrain.simulator.schedule.buffer import WIDTH
 from megatrain.simulator.schedule.op import Op, ScheduleError, base_buffer
 from megatrain.simulator.schedule.operands import OPERANDS
 from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.schedule.schedule import Schedule
+from megatrain.simulator.schedule.update_layout import update_layout
 
 _PRODUCERS = ("backward", "head", "embed_backward")
 _USERS = ("embed", "forward", "head", "recompute", "backward")
@@ -56,15 +61,17 @@ class _Piece(NamedTuple):
 
 
 def check_step(plan: Plan, schedule: Schedule, flush: Schedule | None) -> None:
-    """Checks that `schedule`, which has passed `Schedule.check`, is a step of `plan` on one GPU.
+    """Checks that `schedule`, which has passed `Schedule.check`, is a step of `plan`.
 
-    Checks that
+    For several GPUs, checks that they exchange what each needs of the others, and that each updates
+    its own part of every layer. For one GPU, checks that
 
     * each op is on a lane that runs its kind and reaches its buffers
     * each compute op reads the whole, latest weights of its own layer
     * each norm reads a complete gradient of this step, and a `clip` reads all norms and losses
     * each parameter is updated once, with a complete gradient and its clip coefficient
     * all updates belong to this step, or if `flush` is given, all belong to the step before
+    * matrices that the optimizer needs whole are updated whole, on the GPU, with workspace
     * no slot is released before an op reads what was written to it last
 
     Args:
@@ -75,8 +82,17 @@ def check_step(plan: Plan, schedule: Schedule, flush: Schedule | None) -> None:
     Raises:
         ScheduleError: One of these does not hold.
     """
-    if plan.gpus == 1 and schedule.is_typed:
+    if not schedule.is_typed:
+        return
+    if plan.gpus > 1:
+        _check_shared(plan, schedule)
+    else:
         _Check(plan, schedule, flush).run()
+        whole = whole_matrices(plan)
+        for layer in (layer for layer in plan.model.stack if layer in whole):
+            for each in (schedule, flush):
+                if each is not None:
+                    _check_matrices(plan, each, layer)
 
 
 def check_layers(plan: Plan, schedule: Schedule) -> None:
@@ -91,6 +107,82 @@ def check_layers(plan: Plan, schedule: Schedule) -> None:
                 allowed=f"a layer of the model: {', '.join(layers)}",
                 fix="name the layer in OpId",
             )
+
+
+def _check_shared(plan: Plan, schedule: Schedule) -> None:
+    """Raises ScheduleError unless a rank takes part in all collectives of a step, and updates its
+    own part of each layer.
+    """
+    seen = {(op.kind, op.layer) for op in schedule.ops}
+    missing = [
+        f"{kind} of layer {layer}"
+        for layer in plan.model.stack
+        for kind in ("gather_weights", "exchange_gradients")
+        if (kind, layer) not in seen
+    ]
+    if ("exchange_sums", "") not in seen:
+        missing.append("exchange_sums")
+    if missing:
+        raise ScheduleError(
+            f"no {missing[0]} in a step of {plan.gpus} GPUs",
+            allowed="gather_weights and exchange_gradients of each layer, and exchange_sums",
+            fix="emit these ops, or set shards = False and plan for one GPU",
+        )
+    for layer in plan.model.stack:
+        part = part_elements(plan, layer)
+        updated = sum(
+            op.parameters for op in schedule.ops if op.kind in _UPDATES and op.layer == layer
+        )
+        if updated != part:
+            raise ScheduleError(
+                f"{updated} parameters of layer {layer} are updated by each of {plan.gpus} GPUs",
+                allowed=f"{part}, the part that each of them owns",
+                fix="update part_elements parameters of each layer, or set shards = False",
+            )
+
+
+def _check_matrices(plan: Plan, schedule: Schedule, layer: str) -> None:
+    """Raises ScheduleError unless each matrix of `layer` that the optimizer needs whole is updated
+    whole, on the GPU, with enough workspace.
+    """
+    name = plan.workload.optimizer
+    layout = update_layout(name, plan.model.stack[layer])
+    assert layout is not None, "an optimizer that needs whole matrices has a layout"
+    whole = 0
+    for op in schedule.ops:
+        if op.kind not in _UPDATES or op.layer != layer:
+            continue
+        matrices = [
+            each for part in layout.parts(op.offset, op.parameters) if (each := part.matrices)
+        ]
+        if op.kind == "cpu_update":
+            raise ScheduleError(
+                f"{op.id}: layer {layer} updated on the CPU with optimizer {name}",
+                allowed="updates of its matrices on the GPU, which orthogonalises them",
+                fix="use policy overlapped, and set updates_on_host = True in this one",
+            )
+        room = max(
+            (
+                schedule.buffer[base_buffer(written)].bytes
+                for written in op.writes
+                if schedule.buffer[base_buffer(written)].data == "workspace"
+            ),
+            default=0,
+        )
+        needed = max((sum(each.workspace) for each in matrices), default=0)
+        if room < needed:
+            raise ScheduleError(
+                f"{op.id}: {room} bytes of workspace for the matrices of layer {layer}",
+                allowed=f"{needed}, which optimizer {name} needs",
+                fix="let the op write the buffer of update_workspace (building/training_step.py)",
+            )
+        whole += sum(each.number for each in matrices)
+    if whole != (number := sum(each.number for each in layout.matrices)):
+        raise ScheduleError(
+            f"{whole} of {number} matrices of layer {layer} are updated whole",
+            allowed=f"all of them, as optimizer {name} needs",
+            fix="update the layer in the chunks of UpdateLayout.chunks",
+        )
 
 
 class _Check:

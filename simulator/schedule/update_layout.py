@@ -8,10 +8,10 @@ the same number of moments, the shape is [moments, elements].
 
 from __future__ import annotations
 
-import functools
 import itertools
 from typing import NamedTuple
 
+from megatrain.simulator.base import plugins
 from megatrain.simulator.model.layer import ALIGNMENT, LayerSpec
 from megatrain.simulator.model.muon import Matrices
 from megatrain.simulator.model.optimizer import UpdateRule, find
@@ -155,12 +155,12 @@ class UpdateLayout:
         return ends
 
 
-@functools.lru_cache(maxsize=1024)
+@plugins.cached(maxsize=1024)
 def _layout(optimizer: str, layer: LayerSpec) -> UpdateLayout:
     return _shared_layout(optimizer, LayerSpec(name="", kind=layer.kind, tensors=layer.tensors))
 
 
-@functools.lru_cache(maxsize=64)
+@plugins.cached(maxsize=64)
 def _shared_layout(optimizer: str, layer: LayerSpec) -> UpdateLayout:
     """Returns the layout that all layers with the same tensors share."""
     update_rule = find(optimizer).update_rule
@@ -176,7 +176,7 @@ def update_layout(optimizer: str, layer: LayerSpec) -> UpdateLayout | None:
     return _layout(optimizer, layer) if find(optimizer).by_tensor else None
 
 
-@functools.lru_cache(maxsize=64)
+@plugins.cached(maxsize=64)
 def needing_whole_matrices(optimizer: str, model: ModelSpec) -> frozenset[str]:
     """Returns the layers of `model` whose update by this optimizer needs whole matrices."""
     return frozenset(

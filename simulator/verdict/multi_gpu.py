@@ -172,7 +172,8 @@ def predicted(
 ) -> MultiGpu:
     """Returns the prediction for `gpus` GPUs that share the step of `choice`, a plan for one GPU.
 
-    If no policy can share the step, the result is that of `estimate`, which is for one host.
+    The policy of the plan shares it if it can, and otherwise the built-in one that can. If none
+    can, the result is that of `estimate`, which is for one host.
 
     Args:
         choice: The plan for one GPU and its prediction.
@@ -187,7 +188,9 @@ def predicted(
     """
     check_gpus(gpus, hardware, hosts)
     plan, alone = choice.plan, choice.step_seconds
-    common = sharing(msgspec.structs.replace(plan, workload=work or plan.workload))
+    common = msgspec.structs.replace(plan, workload=work or plan.workload, digest="")
+    if not policies.find(plan.policy).shards:
+        common = sharing(common)
     if not shares(common, gpus, hosts):
         if hosts > 1:
             raise UserError(

@@ -17,6 +17,7 @@ from collections import Counter, defaultdict
 import msgspec
 
 from megatrain.simulator import policies as policy_library
+from megatrain.simulator.base import plugins
 from megatrain.simulator.base.units import format_bytes
 from megatrain.simulator.costs import Calibrated, CostModel, cost_model, costs_of
 from megatrain.simulator.costs.adjusted import WithinSpread
@@ -771,6 +772,7 @@ def _footprints(
     return footprints
 
 
+@plugins.unchanging()
 def judge(
     model: ModelSpec,
     hardware: HardwareSpec,

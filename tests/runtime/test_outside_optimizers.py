@@ -271,6 +271,18 @@ def test_blocks_change_no_bit(files: dict[int, str], monkeypatch: pytest.MonkeyP
         ),
         ("{}['rate']", "found KeyError in update: 'rate'; allowed: an update of fp32 tensors"),
         (
+            "return weights - gradient * rate",
+            "found an update that returns Tensor; allowed: one that changes its weights in place,",
+        ),
+        (
+            "return weights.sub_(gradient * rate)",
+            "found an update that returns Tensor; allowed: one that changes its weights in place,",
+        ),
+        (
+            "weights = weights - gradient * rate",
+            "found an update that changes no weights; allowed: one that changes its weights in",
+        ),
+        (
             "weights.sub_(1.0)",
             "found an update that changes frozen weights; allowed: none where rate and gradient",
         ),

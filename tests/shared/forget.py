@@ -12,5 +12,6 @@ def forget(*registries: Registry[Any]) -> None:
     """Clears the caches of installed packages and files, and those of `registries`."""
     for registry in registries:
         registry._loaded.clear()
-    for cached in (plugins.installed, plugins.load, plugins.load_file):
+    for cached in (plugins.installed, plugins.load):
         cached.cache_clear()
+    plugins.forget()

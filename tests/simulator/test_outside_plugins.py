@@ -14,6 +14,7 @@ from pages import read
 
 from megatrain.experiments.cli import main as cli
 from megatrain.experiments.cli.options import machine_notes
+from megatrain.experiments.files.hardware_file import write_hardware
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import Datasheet, cost_model
 from megatrain.simulator.hardware.machine import HardwareSpec
@@ -199,3 +200,70 @@ def test_the_guide_s_cost_model_halves_the_link(
     slow = speed(capsys.readouterr().out)
     assert cli.main([*words, "--hardware", "h200"]) == 0
     assert 0 < slow < speed(capsys.readouterr().out)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Path:
+    """Returns a machine's file with the guide's cost model beside it, seen from another folder."""
+    page = read("docs/adding.md")
+    code = next(
+        each for each in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "HalfLink" in each
+    )
+    folder = tmp_path / "machines"
+    folder.mkdir()
+    (folder / "half_link.py").write_text(code, encoding="utf-8")
+    text = 'cost_model = "half_link.py"\n' + Path(MACHINE_FILE).read_text(encoding="utf-8")
+    (folder / "ours.toml").write_text(text, encoding="utf-8")
+    (tmp_path / "elsewhere").mkdir()
+    return folder / "ours.toml"
+
+
+def test_a_cost_model_is_found_beside_the_machine_s_file(
+    machine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Commands find it from any folder, also through a plan."""
+    monkeypatch.chdir(machine.parents[1] / "elsewhere")
+    words = ["qwen2.5-0.5b", "--batch", "2", "--seq", "16", "--policy", "sequential"]
+    words += ["--hardware", "../machines/ours.toml"]
+    assert cli.main(["check", *words]) == 0
+    assert "by the cost model ../machines/half_link.py" in " ".join(capsys.readouterr().out.split())
+    assert cli.main(["plan", *words, "--out", "plans/plan.toml"]) == 0
+    monkeypatch.chdir(machine.parent)
+    assert cli.main(["simulate", "../elsewhere/plans/plan.toml"]) == 0
+    (machine.parent / "half_link.py").unlink()
+    capsys.readouterr()
+    monkeypatch.chdir(machine.parents[1])
+    assert cli.main(["simulate", "elsewhere/plans/plan.toml"]) == 2
+    message = capsys.readouterr().err
+    assert "cost model: found no file machines/half_link.py; allowed: " in message
+    assert message.count("\n") == 1
+
+
+def test_a_cost_model_relative_to_the_current_folder_is_still_found(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(machine.parents[1] / "elsewhere")
+    (machine.parent / "half_link.py").rename("half_link.py")
+    assert HardwareSpec.load(str(machine)).cost_model == "half_link.py"
+
+
+def test_a_written_machine_finds_its_cost_model(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The machine that `train --adapt` corrects is in another folder than the file it was in."""
+    monkeypatch.chdir(machine.parents[1])
+    before = HardwareSpec.load("machines/ours.toml")
+    write_hardware(Path("elsewhere/ours.toml"), before, "a test")
+    assert 'cost_model = "../machines/half_link.py"' in Path("elsewhere/ours.toml").read_text()
+    assert HardwareSpec.load("elsewhere/ours.toml") == before
+    monkeypatch.chdir("elsewhere")
+    written = HardwareSpec.load("ours.toml")
+    assert cost_model(written, ModelSpec.load("qwen2.5-0.5b"), WORK)
+
+
+def test_an_installed_machine_s_file_finds_its_cost_model(
+    machine: Path, install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install("megatrain.hardware", "ours", "MACHINE_FILE")
+    monkeypatch.setitem(globals(), "MACHINE_FILE", str(machine))
+    assert HardwareSpec.load("ours").cost_model == str(machine.parent / "half_link.py")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from typing import ClassVar
 
 import msgspec
 
+from megatrain.simulator.base import plugins
 from megatrain.simulator.policies.building.builder import Builder
 from megatrain.simulator.policies.building.merged_builder import MergedBuilder
 from megatrain.simulator.policies.building.timed_builder import TimedBuilder
@@ -86,7 +86,7 @@ def _only_activations(plan: Plan) -> Plan:
     )
 
 
-@functools.lru_cache(maxsize=4096)
+@plugins.cached(maxsize=4096)
 def _stored(policy: ParameterStorePolicy, plan: Plan) -> tuple[Buffer, ...]:
     """Returns the merged buffers of the policy's parameter store.
 
@@ -97,7 +97,7 @@ def _stored(policy: ParameterStorePolicy, plan: Plan) -> tuple[Buffer, ...]:
     return builder.build().buffers
 
 
-@functools.lru_cache(maxsize=4096)
+@plugins.cached(maxsize=4096)
 def _computed(plan: Plan) -> tuple[Buffer, ...]:
     """Returns the merged buffers of `compute`. Cached for the same reason as `_stored`."""
     builder = MergedBuilder(plan.policy)

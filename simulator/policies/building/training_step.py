@@ -17,12 +17,12 @@ each step of this list, and each layer or block in it, before the next one begin
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
+from megatrain.simulator.base import plugins
 from megatrain.simulator.model.layer import DTYPE_BYTES, EMBEDDING
 from megatrain.simulator.model.layer_memory import max_saved_bytes
 from megatrain.simulator.model.specs import ModelSpec
@@ -91,7 +91,7 @@ def update_workspace(builder: Builder, plan: Plan) -> dict[str, list[str]]:
     return {layer: [buffer] if size else [] for layer, size in sizes.items()}
 
 
-@functools.lru_cache(maxsize=4)
+@plugins.cached(maxsize=4)
 def _workspaces(model: ModelSpec, optimizer: str) -> Mapping[str, int]:
     """Returns layer -> the bytes of the temporary tensors of its update on the device. Cached
     because a search asks for it with each plan.

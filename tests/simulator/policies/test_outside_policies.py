@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import re
 import textwrap
@@ -19,6 +20,7 @@ from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.search import search
+from megatrain.simulator.planner.shared_step import shared_step
 from megatrain.simulator.policies.k_buffer import KBuffer
 from megatrain.simulator.policies.policy import Policy, PolicyWarning
 from megatrain.simulator.policies.registry import POLICIES
@@ -230,6 +232,32 @@ def test_the_search_skips_knobs_that_a_policy_refuses(
     assert verdict.knobs["weight_slots"] in (1, 2)
 
 
+NEEDS_LAYERS = """
+    class NeedsLayers(KBuffer):
+        name = "needs layers"
+
+        def lower(self, plan):
+            plan.model.stack["%d"]
+            if plan.knobs.weight_slots < 3:
+                raise UserError("needs layers", found="2 slots", allowed="3", fix="none")
+            return super().lower(plan)
+
+        def buffers(self, plan, *, merged=False):
+            return self.lower(plan)
+"""
+
+
+def test_only_an_error_of_the_user_s_own_model_is_reported(
+    make_plan: Callable[..., Plan], write: Callable[[str], str]
+) -> None:
+    """The search shortens models. Here the default knobs are refused as well."""
+    model = make_plan(layers=14).model
+    (found,) = search(model, H200, WORK, policies=[write(NEEDS_LAYERS % 11)])
+    assert found.plan.knobs.weight_slots >= 3
+    with pytest.raises(UserError, match=r"found KeyError in lower: '14'"):
+        search(model, H200, WORK, policies=[write(NEEDS_LAYERS % 14)])
+
+
 def test_knobs_that_a_policy_does_not_read_are_neither_searched_nor_reported(
     make_plan: Callable[..., Plan],
 ) -> None:
@@ -307,3 +335,180 @@ def test_only_policies_without_copies_run_on_unified_memory(write: Callable[[str
     assert found.plan.policy == path
     with pytest.raises(UserError, match=r"there is nothing to copy; allowed: resident;"):
         search(model, unified, WORK, policies=[write(resident % True)])
+
+
+@pytest.fixture
+def muon_plan(make_plan: Callable[..., Plan], write: Callable[[str], str]) -> Callable[..., Plan]:
+    """Returns a function that makes a plan with Muon and a policy that has the given code."""
+
+    def made(code: str, **changes: object) -> Plan:
+        return make_plan(write(code), optimizer="muon", hidden=256, head_dim=64, **changes)
+
+    return made
+
+
+def test_a_policy_that_updates_on_the_cpu_without_saying_so_is_refused_with_muon(
+    muon_plan: Callable[..., Plan],
+) -> None:
+    """`updates_on_host` is False by default, so the optimizer is not refused before."""
+    plan = muon_plan("class Mine(KBuffer):\n    name = 'mine'\n    updates_on_host = False\n")
+    message = (
+        r"policy .*: found cpu_update UC0: layer 0 updated on the CPU with optimizer muon;"
+        r" allowed: updates of its matrices on the GPU, .*; fix: use policy overlapped"
+    )
+    with pytest.raises(UserError, match=message):
+        search(plan.model, H200, plan.workload, policies=[plan.policy])
+    adamw = search(plan.model, H200, WORK, policies=[plan.policy])
+    assert adamw[0].plan.policy == plan.policy
+
+
+EDITING = """
+    import msgspec
+
+    from megatrain.simulator.policies.resident import Resident
+
+    class Edited(Resident):
+        name = "edited"
+
+        def lower(self, plan):
+            schedule, ops = super().lower(plan), []
+            for op in schedule.ops:
+                ops += self.edited(op) if op.kind == "update" and op.layer == "1" else [op]
+            return msgspec.structs.replace(schedule, ops=tuple(ops))
+
+        def edited(self, op):
+            replace = msgspec.structs.replace
+            %s
+"""
+HALVES = """half = op.parameters // 2
+            after, first = (*op.after, op.id + ".c1"), op.id + ".c1"
+            return [
+                replace(op, id=first, parameters=half),
+                replace(op, offset=op.offset + half, parameters=op.parameters - half, after=after),
+            ]"""
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (
+            "return [replace(op, writes=op.writes[:-1])]",
+            r"found update U1.*: 0 bytes of workspace for the matrices of layer 1; allowed: \d+, ",
+        ),
+        (HALVES, r"found \d of 7 matrices of layer 1 are updated whole; allowed: all of them"),
+    ],
+)
+def test_an_update_of_matrices_that_the_runtime_cannot_execute_is_refused(
+    muon_plan: Callable[..., Plan], code: str, message: str
+) -> None:
+    plan = muon_plan(EDITING % code)
+    assert policies.lower(muon_plan(EDITING % "return [op]")).ops
+    policies.check_outside(muon_plan(EDITING % "return [op]"))
+    with pytest.raises(UserError, match=message) as caught:
+        policies.check_outside(plan)
+    assert "\n" not in str(caught.value)
+
+
+SHARDS = """
+    import msgspec
+
+    from megatrain.simulator.policies.overlapped import Overlapped
+
+    class Mine(%s):
+        name = "mine"
+        shards = True
+
+        def lower(self, plan):
+            return super().lower(self.changed(plan))
+
+        def lower_for_timing(self, plan):
+            return super().lower_for_timing(self.changed(plan))
+
+        def buffers(self, plan, *, merged=False):
+            return super().buffers(self.changed(plan), merged=merged)
+
+        def flush_update(self, plan):
+            return super().flush_update(self.changed(plan))
+
+        def changed(self, plan):
+            return %s
+"""
+ALONE = "msgspec.structs.replace(plan, gpus=1)"
+
+
+@pytest.mark.parametrize("base", ["KBuffer", "Overlapped"])
+def test_a_policy_that_says_that_it_shards_and_does_not_is_refused_when_it_is_planned(
+    make_plan: Callable[..., Plan], write: Callable[[str], str], base: str
+) -> None:
+    """`check` and `plan` search with `shared_step`, and `simulate` calls `verified`."""
+    plan = make_plan(write(SHARDS % (base, ALONE)), accumulation=1)
+    message = (
+        r"policy .*: found no gather_weights of layer e in a step of 2 GPUs; allowed:"
+        r" gather_weights and exchange_gradients of each layer, and exchange_sums; fix: emit these"
+    )
+    with pytest.raises(UserError, match=message):
+        shared_step(plan, H200, 2)
+    judged = functools.partial(judge, plan.model, H200, WORK, policies=[plan.policy], advise=False)
+    assert judged().feasible
+    with pytest.raises(UserError, match=message):
+        judged(gpus=2)
+    two = make_plan(plan.policy, gpus=2, accumulation=2)
+    with pytest.raises(UserError, match=message):
+        policies.verified(msgspec.structs.replace(two, digest=policies.lower(two).digest))
+
+
+def test_a_policy_that_shards_is_the_one_that_is_predicted_for_several_gpus(
+    make_plan: Callable[..., Plan], write: Callable[[str], str]
+) -> None:
+    """With one weight slot, a step takes longer than that of the built-in policy."""
+    placement = "type(plan.knobs.placement)()"
+    knobs = f"msgspec.structs.replace(plan.knobs, weight_slots=1, placement={placement})"
+    slow = f"msgspec.structs.replace(plan, knobs={knobs})"
+    steps = []
+    for policy in (write(SHARDS % ("Overlapped", slow)), "overlapped"):
+        verdict = judge(make_plan().model, H200, WORK, policies=[policy], advise=False, gpus=2)
+        assert verdict.multi_gpu is not None
+        steps.append(verdict.multi_gpu.step_seconds)
+    assert steps[0] > steps[1]
+
+
+def test_an_update_of_whole_layers_on_each_gpu_is_refused(
+    make_plan: Callable[..., Plan], write: Callable[[str], str]
+) -> None:
+    """The schedule is that of another number of GPUs, so the parts have another size."""
+    four = "msgspec.structs.replace(plan, gpus=4) if plan.gpus > 1 else plan"
+    plan = make_plan(write(SHARDS % ("Overlapped", four)), gpus=2, accumulation=4)
+    message = r"found 4096 parameters of layer 0 are updated by each of 2 GPUs; allowed: 8192, "
+    with pytest.raises(UserError, match=message):
+        policies.check_outside(plan)
+
+
+@pytest.mark.parametrize("merged", ["True", "merged", "not merged"])
+def test_an_outline_that_leaves_buffers_out_is_refused(
+    make_plan: Callable[..., Plan], write: Callable[[str], str], merged: str
+) -> None:
+    """The search would find that the plan fits, or advise a batch that nothing can hold."""
+    path = write(
+        f"""
+        import msgspec
+
+        class Mine(KBuffer):
+            name = "mine"
+
+            def buffers(self, plan, *, merged=False):
+                schedule = super().lower(plan)
+                kept = [each for each in schedule.buffers if each.place != "host"]
+                if {merged}:
+                    schedule = msgspec.structs.replace(schedule, buffers=tuple(kept))
+                return schedule
+        """
+    )
+    mode = " with merged=True" if merged == "merged" else ""
+    message = (
+        rf"policy {re.escape(path)}: buffers: found 0 bytes of host\.[a-z_]+{mode}; allowed: \d+,"
+        r" as in the schedule of `lower`; fix: return the same buffers as `lower`"
+    )
+    model = make_plan().model
+    for limit in (None, 2**16):
+        with pytest.raises(UserError, match=message):
+            judge(model, H200, WORK, policies=[path], host_limit=limit)

@@ -1,0 +1,225 @@
+"""Tests of files of policies, optimizers and cost models that are edited while a process uses them:
+the next operation uses the new content, and nothing that was computed with the old one.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from forget import forget
+
+from megatrain.experiments.cli import main as cli
+from megatrain.simulator import policies
+from megatrain.simulator.base import plugins
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.costs import cost_model
+from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model import optimizer
+from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.planner.search import search
+from megatrain.simulator.policies.registry import POLICIES
+from megatrain.simulator.schedule.plan import Plan
+
+H200 = HardwareSpec.load("h200")
+WORK = Workload(batch=2, sequence=16)
+POLICY = """
+import msgspec
+from megatrain.simulator.policies.k_buffer import KBuffer
+
+
+class Mine(KBuffer):
+    name = "mine"
+
+    def lower(self, plan):
+        knobs = msgspec.structs.replace(plan.knobs, weight_slots=SLOTS)
+        return super().lower(msgspec.structs.replace(plan, knobs=knobs))
+
+    def buffers(self, plan, *, merged=False):
+        return self.lower(plan)
+"""
+OPTIMIZER = """
+from megatrain.simulator.model.optimizer import Optimizer
+
+
+class Mine(Optimizer):
+    name = "mine"
+    moments = MOMENTS
+
+    def update(self, weights, moments, gradient, *, rate, number):
+        weights.sub_(gradient.mul_(rate))
+"""
+COSTS = """
+from megatrain.simulator.costs import Datasheet
+
+
+class Slow(Datasheet):
+    def duration_ns(self, op):
+        return FACTOR * super().duration_ns(op)
+
+
+def cost_model(hardware, model, workload):
+    return Slow(hardware, model, workload)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _forgotten() -> Iterator[None]:
+    forget(POLICIES, optimizer.OPTIMIZERS)
+    yield
+    forget(POLICIES, optimizer.OPTIMIZERS)
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> Callable[[int], str]:
+    """Returns a function that writes a policy with a number of weight slots to one file."""
+
+    def written(slots: int) -> str:
+        (tmp_path / "mine.py").write_text(POLICY.replace("SLOTS", str(slots)), encoding="utf-8")
+        return str(tmp_path / "mine.py")
+
+    return written
+
+
+def slots(plan: Plan) -> int:
+    pools = [buffer.pool for buffer in policies.lower(plan).buffers]
+    return pools.count("device.weights")
+
+
+def test_an_edited_policy_is_used_by_the_next_operation(
+    make_plan: Callable[..., Plan], policy: Callable[[int], str]
+) -> None:
+    """Both contents have the same size and are written in the same second."""
+    plan = make_plan(policy(2), layers=6)
+    assert slots(plan) == 2
+    first = search(plan.model, H200, WORK, policies=[plan.policy])[0]
+    former = policies.find(plan.policy)
+    policy(3)
+    assert slots(plan) == 3
+    assert sum(buffer.pool == "device.weights" for buffer in policies.outline(plan).buffers) == 3
+    again = search(plan.model, H200, WORK, policies=[plan.policy])[0]
+    assert again.plan.digest != first.plan.digest
+    assert policies.verified(again.plan)
+    with pytest.raises(UserError, match="plan: digest"):
+        policies.verified(first.plan)
+    assert type(policies.find(plan.policy)) is not type(former)
+
+
+def test_a_file_that_is_broken_removed_or_repaired_is_noticed(
+    make_plan: Callable[..., Plan], policy: Callable[[int], str]
+) -> None:
+    plan = make_plan(policy(2), layers=6)
+    policies.lower(plan)
+    Path(plan.policy).write_text("raise RuntimeError('half of an edit')", encoding="utf-8")
+    with pytest.raises(UserError, match="while it was loaded: half of an edit"):
+        policies.lower(plan)
+    Path(plan.policy).unlink()
+    with pytest.raises(UserError, match="found no file"):
+        policies.lower(plan)
+    policy(3)
+    assert slots(plan) == 3
+
+
+def test_an_edit_has_no_effect_on_an_operation_that_has_begun(
+    make_plan: Callable[..., Plan], policy: Callable[[int], str]
+) -> None:
+    plan = make_plan(policy(2), layers=6)
+    with plugins.unchanging():
+        assert slots(plan) == 2
+        policy(3)
+        with plugins.unchanging():
+            policies.find("k_buffer")
+        policies._lowered.cache_clear()  # type: ignore[attr-defined]
+        assert slots(plan) == 2
+    assert slots(plan) == 3
+
+
+def test_a_command_uses_one_content_of_a_file(tmp_path: Path) -> None:
+    """The file is edited each time that a plan is lowered."""
+    path, log = tmp_path / "mine.py", tmp_path / "log"
+    append = "    open({!r}, 'a').write('#\\n')\n"
+    text = POLICY.replace("SLOTS", "2").replace(
+        "    def lower(self, plan):\n",
+        "    def lower(self, plan):\n    " + append.format(str(path)),
+    )
+    path.write_text(text + "\n\nif True:\n" + append.format(str(log)), encoding="utf-8")
+    words = ["check", "qwen2.5-0.5b", "--hardware", "h200", "--batch", "2", "--seq", "16"]
+    assert cli.main([*words, "--policy", str(path)]) == 0
+    assert path.read_text() != text
+    assert log.read_text() == "#\n"
+
+
+def test_an_edited_optimizer_is_not_mixed_with_what_its_former_moments_needed(
+    make_plan: Callable[..., Plan], tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.py"
+
+    def known(moments: int) -> list[object]:
+        path.write_text(OPTIMIZER.replace("MOMENTS", str(moments)), encoding="utf-8")
+        found: list[object] = []
+        for name in ("overlapped", "k_buffer"):
+            plan = make_plan(name, optimizer=str(path))
+            costs = cost_model(H200, plan.model, plan.workload)
+            update = next(op for op in policies.lower(plan).ops if "update" in op.kind)
+            merged = policies.outline(plan, merged=True).buffers
+            found += [
+                policies.lower(plan).digest,
+                sum(buffer.bytes for buffer in merged),
+                costs.duration_ns(msgspec.structs.replace(update, parameters=10**6)),
+            ]
+        return found
+
+    first = known(1)
+    edited = known(2)
+    assert all(was != now for was, now in zip(first, edited, strict=True))
+    forget(POLICIES, optimizer.OPTIMIZERS)
+    assert known(2) == edited
+    assert known(1) == first
+
+
+def test_an_edited_cost_model_predicts_the_next_step(
+    make_plan: Callable[..., Plan], tmp_path: Path
+) -> None:
+    path, plan = tmp_path / "slow.py", make_plan()
+    hardware = msgspec.structs.replace(H200, cost_model=str(path))
+    op = next(op for op in policies.lower(plan).ops if op.kind == "forward")
+    times = []
+    for factor in (1, 2):
+        path.write_text(COSTS.replace("FACTOR", str(factor)), encoding="utf-8")
+        times.append(cost_model(hardware, plan.model, plan.workload).duration_ns(op))
+    assert times[1] == 2 * times[0]
+
+
+def test_two_files_of_one_name_do_not_replace_each_other(tmp_path: Path) -> None:
+    found = []
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        path = tmp_path / folder / "mine.py"
+        path.write_text(OPTIMIZER.replace("MOMENTS", "1"), encoding="utf-8")
+        found.append(plugins.load_file("optimizer", str(path)))
+    assert found[0].__name__ != found[1].__name__
+    assert not list(tmp_path.rglob("__pycache__")), "folders of users stay as they are"
+
+
+def test_every_cache_that_may_depend_on_a_file_is_forgotten_with_it() -> None:
+    """A function whose arguments name a policy or an optimizer is cached with `plugins.cached`."""
+    folder, found = Path(plugins.__file__).parents[1], 0
+    for file in sorted(folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef):
+                decorators = " ".join(ast.unparse(each) for each in node.decorator_list)
+                arguments = [
+                    f"{each.arg}: {ast.unparse(each.annotation) if each.annotation else ''}"
+                    for each in node.args.args
+                ]
+                depends = any(
+                    each.endswith((": Plan", ": Workload")) or each == "optimizer: str"
+                    for each in arguments
+                )
+                plain = "lru_cache" in decorators or "functools.cache" in decorators.split()
+                assert not (depends and plain), f"{file.name}: {node.name}"
+                found += "plugins.cached" in decorators
+    assert found > 10
