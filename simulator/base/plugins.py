@@ -23,7 +23,7 @@ import importlib.util
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -215,17 +215,17 @@ def cached(maxsize: int) -> Callable[[F], F]:
     return decorated
 
 
-@contextlib.contextmanager
-def unchanging() -> Iterator[None]:
+class unchanging(contextlib.ContextDecorator):  # noqa: N801  # is used like a function
     """Keeps the files as they are at the beginning, for one operation. Files that are edited
     meanwhile are loaded again by the next one.
     """
-    refresh()
-    with _loaded.lock:
-        _loaded.operations += 1
-    try:
-        yield
-    finally:
+
+    def __enter__(self) -> None:
+        refresh()
+        with _loaded.lock:
+            _loaded.operations += 1
+
+    def __exit__(self, *_: object) -> None:
         with _loaded.lock:
             _loaded.operations -= 1
 
