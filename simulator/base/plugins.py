@@ -69,7 +69,7 @@ def load(group: str, name: str) -> object:
         raise _cannot_load(f"{group} entry point {point.value}", error) from error
 
 
-class _File(NamedTuple):
+class _LoadedFile(NamedTuple):
     """A `.py` file that was loaded."""
 
     content: bytes
@@ -89,7 +89,7 @@ class _Loaded:
     """The files that were loaded, and what depends on them."""
 
     def __init__(self) -> None:
-        self.files: dict[tuple[str, str], _File] = {}
+        self.files: dict[tuple[str, str], _LoadedFile] = {}
         """(what it defines, path) -> the file."""
         self.forgetting: list[Callable[[], None]] = []
         """Functions that forget what was computed with the files."""
@@ -130,7 +130,7 @@ def load_file(what: str, path: str) -> ModuleType:
         loader.exec_module(module)
     except (Exception, SystemExit) as error:
         raise _cannot_load(f"{what} {path}", error) from error
-    _loaded.files[what, path] = _File(content, module)
+    _loaded.files[what, path] = _LoadedFile(content, module)
     return module
 
 

@@ -908,7 +908,7 @@ def test_a_plan_that_updates_on_the_host_fits_the_host() -> None:
     """
     work = Workload(batch=1, sequence=2**19, token_piece=2**16, documents=True)
     case = Case("qwen2.5-7b", "h200", work, 1.0, 1.0)
-    choice = case.searched(host_limit=128 * GIB)
+    choice = case.searched(host_limit=128 * GIB, policies=["overlapped"])
     assert choice.feasible
     assert choice.plan.knobs.placement.offloaded_inputs == "all"
 

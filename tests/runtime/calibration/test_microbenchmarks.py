@@ -170,7 +170,7 @@ def threads() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("fp8", [None, "tensor"])
+@pytest.mark.parametrize("fp8", [None, "tensorwise"])
 def test_each_rate_is_measured_on_the_threads_that_it_has_in_a_step(
     executable: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch, fp8: Any
 ) -> None:
