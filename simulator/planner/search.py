@@ -21,6 +21,7 @@ from typing import TypeVar
 import msgspec
 
 from megatrain.simulator import policies as policy_library
+from megatrain.simulator.base import plugins
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import CostModel, cost_model
 from megatrain.simulator.costs.scaled import ScaledCosts
@@ -61,6 +62,7 @@ _Found = TypeVar("_Found", bound=Estimate)
 __all__ = ["Choice", "assess", "candidates", "plan_account", "rank", "search"]
 
 
+@plugins.unchanging()
 def search(
     model: ModelSpec,
     hardware: HardwareSpec,
@@ -303,6 +305,7 @@ def rank(choice: Estimate) -> tuple[bool, int, int, float, str]:
     )
 
 
+@plugins.unchanging()
 def candidates(
     model: ModelSpec,
     hardware: HardwareSpec,

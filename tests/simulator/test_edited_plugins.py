@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,12 +17,14 @@ from megatrain.experiments.cli import main as cli
 from megatrain.simulator import policies
 from megatrain.simulator.base import plugins
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.costs import cost_model
+from megatrain.simulator.costs import CostModel, cost_model
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model import optimizer
 from megatrain.simulator.model.workload import Workload
-from megatrain.simulator.planner.search import search
+from megatrain.simulator.planner import slot_search
+from megatrain.simulator.planner.search import candidates, search
 from megatrain.simulator.policies.registry import POLICIES
+from megatrain.simulator.schedule import Schedule
 from megatrain.simulator.schedule.plan import Plan
 
 H200 = HardwareSpec.load("h200")
@@ -135,6 +138,31 @@ def test_an_edit_has_no_effect_on_an_operation_that_has_begun(
         policies._lowered.cache_clear()  # type: ignore[attr-defined]
         assert slots(plan) == 2
     assert slots(plan) == 3
+
+
+@pytest.mark.parametrize("searching", [search, candidates])
+def test_a_search_uses_one_content_of_a_file(
+    make_plan: Callable[..., Plan],
+    policy: Callable[[int], str],
+    monkeypatch: pytest.MonkeyPatch,
+    searching: Callable[..., Any],
+) -> None:
+    """An edit during the search would mix times of two policies."""
+    plan = make_plan(policy(2), layers=6)
+    searching(plan.model, H200, WORK, policies=[plan.policy])
+    found: list[int] = []
+    timed = slot_search.uncontended_makespan_ns
+
+    def edited(schedule: Schedule, costs: CostModel) -> int:
+        policy(3)
+        found.append(plugins.changes())
+        return timed(schedule, costs)
+
+    monkeypatch.setattr(slot_search, "uncontended_makespan_ns", edited)
+    before = plugins.changes()
+    searching(plan.model, H200, WORK, policies=[plan.policy])
+    assert set(found) == {before}
+    assert plugins.changes() == before + 1
 
 
 def test_a_command_uses_one_content_of_a_file(tmp_path: Path) -> None:
