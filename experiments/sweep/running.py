@@ -18,6 +18,9 @@ import msgspec
 
 from megatrain.experiments.sweep.simulated import Simulator, likeness, structure
 from megatrain.experiments.sweep.store import Store, SweepRow
+from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.plugins import digest, unchanging
+from megatrain.simulator.costs import outside_file
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.schedule.plan import Plan
 
@@ -53,6 +56,9 @@ def simulate(
 ) -> None:
     """Stores a row for each of `entries`, simulated by `jobs` processes, and calls `on_rows` with
     new rows.
+
+    Raises UserError if a process has loaded another content of a policy, an optimizer or a cost
+    model than this one, whose content is in the keys.
     """
     tasks = list(_tasks(entries))
     if jobs == 1 or len(tasks) < 2:
@@ -63,7 +69,10 @@ def simulate(
     # A fork would copy the locks that the progress bar's thread holds.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(
-        min(jobs, len(tasks)), context, _begin, (hardware, entries[0].plan)
+        min(jobs, len(tasks)),
+        context,
+        _begin,
+        (hardware, entries[0].plan, _outside(entries, hardware)),
     ) as pool:
         try:
             for done in as_completed(
@@ -115,7 +124,8 @@ def _row(work: Simulator, entry: SweepEntry) -> SweepRow:
 
 _Message = tuple[str, bool, tuple[object, ...]]
 _FIELDS = ("policy", "knobs", "workload", "device_limit_bytes", "host_limit_bytes")
-_started_with: list[tuple[Simulator, Plan]] = []  # the arguments of this worker process
+_Outside = dict[tuple[str, str], str]
+_started_with: list[tuple[Simulator, Plan, _Outside]] = []  # the arguments of this worker process
 
 
 def _message(entry: SweepEntry) -> _Message:
@@ -126,17 +136,32 @@ def _message(entry: SweepEntry) -> _Message:
     return entry.key, entry.planned, values
 
 
-def _begin(hardware: HardwareSpec, plan: Plan) -> None:
-    """Prepares a worker process. `plan` has the fields that all entries share."""
+def _outside(entries: Iterable[SweepEntry], hardware: HardwareSpec) -> _Outside:
+    """Returns (what it defines, path) of each file outside the package that decides a row -> the
+    digest of its source.
+    """
+    costs = outside_file(hardware)
+    files = {("cost model", str(costs))} if costs else set[tuple[str, str]]()
+    for entry in entries:
+        work = entry.plan.workload
+        files |= {("policy", entry.plan.policy), ("optimizer", work.optimizer)}
+    return {(what, name): digest(what, name) for what, name in files if name.endswith(".py")}
+
+
+def _begin(hardware: HardwareSpec, plan: Plan, outside: _Outside) -> None:
+    """Prepares a worker process. `plan` has the fields that all entries share, and `outside` the
+    digests of the files that decide the keys.
+    """
+    unchanging().__enter__()  # for the life of the process
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command ends this process itself
     gc.freeze()
     gc.set_threshold(_OBJECTS)
-    _started_with.append((Simulator(hardware), plan))
+    _started_with.append((Simulator(hardware), plan, outside))
 
 
 def _work(task: list[_Message]) -> list[SweepRow]:
-    work, plan = _started_with[0]
-    return _rows(
+    work, plan, outside = _started_with[0]
+    rows = _rows(
         work,
         [
             SweepEntry(
@@ -147,6 +172,15 @@ def _work(task: list[_Message]) -> list[SweepRow]:
             for key, planned, values in task
         ],
     )
+    for (what, path), before in outside.items():
+        if digest(what, path) != before:
+            raise UserError(
+                f"{what} {path}",
+                found="an edit while the sweep began",
+                allowed="one content in a sweep",
+                fix="start the sweep again, which continues it",
+            )
+    return rows
 
 
 # ---- executed

@@ -21,9 +21,9 @@ import xxhash
 
 import megatrain.simulator
 from megatrain.experiments.files.code_digest import code_digest
-from megatrain.experiments.files.outside_source import outside_source
 from megatrain.experiments.files.row_file import parse_rows, write_rows
 from megatrain.runtime.files.file_lock import FileLock
+from megatrain.simulator.base import plugins
 from megatrain.simulator.costs import outside_file
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.workload import Workload
@@ -139,9 +139,11 @@ class Keys:
     """
 
     def __init__(self, plan: Plan, hardware: HardwareSpec, context: Iterable[Any]) -> None:
-        self._outside: dict[Path, str] = {}
+        self._outside: dict[tuple[str, str], str] = {}
+        """(what it defines, path) of each file outside the package that was read so far -> the
+        digest of its source."""
         costs = outside_file(hardware)
-        source = self._source(costs) if costs else ""
+        source = self._source("cost model", str(costs)) if costs else ""
         self._common = xxhash.xxh3_128(
             msgspec.msgpack.encode((plan.model, hardware, source, list(context)), order="sorted")
         ).digest()
@@ -154,8 +156,8 @@ class Keys:
             plan.policy,
             plan.workload,
             [
-                self._source(Path(name))
-                for name in (plan.policy, plan.workload.optimizer)
+                self._source(what, name)
+                for what, name in (("policy", plan.policy), ("optimizer", plan.workload.optimizer))
                 if name.endswith(".py")
             ],
             "planned" if planned else plan.knobs,
@@ -164,12 +166,13 @@ class Keys:
         )
         return xxhash.xxh3_64_hexdigest(self._common + msgspec.msgpack.encode(identity))
 
-    def _source(self, path: Path) -> str:
-        """Returns a digest of a `.py` file and of the modules that it imports from its folder."""
-        if path not in self._outside:
-            content = msgspec.msgpack.encode(outside_source(path))
-            self._outside[path] = xxhash.xxh3_128_hexdigest(content)
-        return self._outside[path]
+    def _source(self, what: str, name: str) -> str:
+        """Returns the digest of a `.py` file, which defines a `what`, and of the modules that it
+        imports from its folder.
+        """
+        if (what, name) not in self._outside:
+            self._outside[what, name] = plugins.digest(what, name)
+        return self._outside[what, name]
 
 
 class Store:

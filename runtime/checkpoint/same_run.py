@@ -13,7 +13,7 @@ from megatrain.runtime.checkpoint.manifest import TOKENIZER, Manifest
 from megatrain.runtime.optimizer.settings import AdamW
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.plugins import digest
-from megatrain.simulator.model.optimizer import ADAMW
+from megatrain.simulator.model.optimizer import ADAMW, find
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.schedule.plan import Plan
 
@@ -21,6 +21,8 @@ INIT = "training.init"
 """The setting of the initial weights, which checkpoints of earlier versions do not have."""
 
 
+CODE = "plan_code"
+"""The folder in a run folder with the files of the plan's policy, optimizer and cost model."""
 FILE = "file"
 """The key of the digest of the optimizer's file in `Manifest.optimizer`. Checkpoints of earlier
 versions, and those of optimizers that are in no file, do not have it."""
@@ -73,14 +75,22 @@ def refuse_other_run(
     # a hyperparameter that is newer than the checkpoint had its default
     hyperparameters = description(AdamW()) | manifest.optimizer
     described = description(optimizer, work.optimizer)
-    files = hyperparameters.pop(FILE, None), described.pop(FILE, None)
+    was, now = hyperparameters.pop(FILE, None), described.pop(FILE, None)
     first, second = manifest.workload.optimizer, work.optimizer
     if first.endswith(".py") and second.endswith(".py"):
-        # A run folder has a copy of the file, so its path says little.
-        if files[0] == files[1] or (files[0] is None and Path(first).name == Path(second).name):
+        find(second)  # raises an error of its own if there is no such file
+        if was and was != now:
+            raise UserError(
+                f"optimizer {second}",
+                found="another content than that with which the checkpoint was trained",
+                allowed="the same optimizer",
+                fix="continue with `megatrain train --resume RUN` alone, which uses the copy of the"
+                " optimizer in the run's folder, or start a new run",
+            )
+        copied = CODE in Path(second).parts and Path(first).name == Path(second).name
+        if was or copied:
+            # A run's folder has a copy of the file, so its path says little.
             work = msgspec.structs.replace(work, optimizer=first)
-        elif first == second:
-            pairs.append(("content of the optimizer's file", *files))
     for prefix, was, now in (
         ("workload", manifest.workload.same_bits, work),
         ("optimizer", hyperparameters, described),

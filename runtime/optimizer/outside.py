@@ -18,6 +18,7 @@ from megatrain.simulator.schedule.plan import Plan
 
 _BLOCK = 2**20  # elements that are updated at a time: 4 MiB for each temporary
 _TRIAL = 192  # elements of a trial update in `refuse_optimizer`
+_MOST_UPDATES = 100  # trial updates of which one must change weights
 
 
 def update(
@@ -79,8 +80,8 @@ def refuse_optimizer(plan: Plan, settings: AdamW) -> None:
     """Raises UserError if the plan's optimizer cannot be used with `settings`.
 
     This is the case if `settings` has a value that the optimizer does not read, if a trial update
-    raises an error, returns something or changes no weights, if the result depends on how a tensor
-    is cut into chunks, or if frozen weights change.
+    raises an error, if no trial update changes weights, if the result depends on how a tensor is
+    cut into chunks, or if frozen weights change.
     """
     name = plan.workload.optimizer
     optimizer = find(name)
@@ -100,7 +101,7 @@ def refuse_optimizer(plan: Plan, settings: AdamW) -> None:
                 fix="leave it out, or use an optimizer that reads it",
             )
     try:
-        problem = _not_in_place(optimizer, settings)
+        problem = _unchanged(optimizer, settings)
         whole, parts = (_trial(optimizer, settings, size) for size in (_TRIAL, _TRIAL // 3))
         frozen = _keeps_frozen_weights(optimizer, settings)
     except Exception as error:
@@ -115,8 +116,8 @@ def refuse_optimizer(plan: Plan, settings: AdamW) -> None:
         raise UserError(
             f"optimizer {name}",
             found=problem,
-            allowed="one that changes its weights in place, and returns None",
-            fix="change `weights` with methods such as `sub_` or `copy_`, and leave out `return`",
+            allowed="an update that changes its weights in place",
+            fix="change `weights` with methods such as `sub_` or `copy_`",
         )
     if not torch.equal(whole, parts):
         raise UserError(
@@ -134,19 +135,23 @@ def refuse_optimizer(plan: Plan, settings: AdamW) -> None:
         )
 
 
-def _not_in_place(optimizer: Optimizer, settings: AdamW) -> str:
-    """Returns how three updates differ from updates in place, or an empty text if they do not."""
+def _unchanged(optimizer: Optimizer, settings: AdamW) -> str:
+    """Returns what updates did that have changed no weights, or an empty text if one has."""
     weights, *gradients = _random_state()
     before, moments = weights.clone(), torch.zeros(optimizer.moments, _TRIAL)
     arguments = settings_of(optimizer, settings, settings.weight_decay)
-    for number, gradient in enumerate(gradients, 1):
+    returned = ""
+    for number in range(1, _MOST_UPDATES + 1):
+        gradient = gradients[number % len(gradients)]
         # an outside update may return something, whatever its annotation says
         result: object = optimizer.update(  # type: ignore[func-returns-value]
             weights, moments, gradient, rate=1e-3, number=number, **arguments
         )
+        if not torch.equal(weights, before):
+            return ""
         if result is not None:
-            return f"an update that returns {type(result).__name__}"
-    return "an update that changes no weights" if torch.equal(weights, before) else ""
+            returned = f", and each returned {type(result).__name__}"
+    return f"{_MOST_UPDATES} updates that changed no weights{returned}"
 
 
 def _trial(optimizer: Optimizer, settings: AdamW, size: int) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """RunFolder: a callback that writes the files of a run.
 
 At the start:
-    code/                   the files of the plan's policy, optimizer and cost model, if they are in
+    plan_code/              the files of the plan's policy, optimizer and cost model, if they are in
                             files
     plan.toml, hardware.toml, config.toml, environment.json
     data.json               the summaries of the data, unless the caller passed its own batches
@@ -14,7 +14,7 @@ With each checkpoint, and when the run ends or is stopped:
 After the first step under another plan:
     plans/SCHEDULE/         the former plan, its hardware file and its measurements
     hardware-DIGEST.toml    the hardware file of the other plan, if it differs from hardware.toml
-    code/DIGEST/            a file of the other plan, if it differs from one of this name in code/
+    plan_code/DIGEST/       files of the other plan, if one differs from a file in plan_code/
 At the end:
     model/                  the model in Hugging Face format. If the run is resumed later, its next
                             model is in model-STEP/. models.json lists all (`exported_models.py`)
@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
+from megatrain.runtime.checkpoint.same_run import CODE
 from megatrain.runtime.execution.executor import Executor
 from megatrain.runtime.files.exported_models import add_model, exported_models
 from megatrain.runtime.files.model_files import export
@@ -43,7 +44,7 @@ from megatrain.runtime.files.model_folder import CHAT_TEMPLATE
 from megatrain.runtime.files.model_source import hub_name, planned_source
 from megatrain.runtime.machine import describe
 from megatrain.runtime.training.callback import Callback, EvaluationResult, Step
-from megatrain.runtime.training.run_lock import CODE, LOCK, START, remove_start
+from megatrain.runtime.training.run_lock import LOCK, START, remove_start
 from megatrain.runtime.training.stopped_run import metrics_line, readable
 from megatrain.simulator.base.atomic_files import remove_abandoned
 from megatrain.simulator.base.errors import UserError
@@ -56,7 +57,7 @@ from megatrain.simulator.base.files import (
     write_text,
     write_toml,
 )
-from megatrain.simulator.base.plugins import loaded_content, path_from, path_in
+from megatrain.simulator.base.plugins import digest, path_from, path_in, source
 from megatrain.simulator.schedule.plan import Plan
 
 if TYPE_CHECKING:
@@ -241,9 +242,10 @@ def save_plan(plan: Plan, origin: Path, source: str, folder: Path) -> None:
     """Saves `plan` to `plan.toml` in `folder`, with copies of the files that it needs.
 
     Its hardware file, if it has one, is saved as `hardware.toml`, or as `hardware-DIGEST.toml` if
-    the folder has another file of this name. Files that define its policy, optimizer and cost model
-    are saved in `code` under their own names, or in `code/DIGEST`. No file is overwritten by
-    another one, so the plan in the folder names the right ones at any time.
+    the folder has another file of this name. Files that define its policy, optimizer and cost
+    model, and modules that they import from their folder, are saved in `plan_code` under their own
+    names, or in `plan_code/DIGEST`. No file is overwritten by another one, so the plan in the
+    folder names the right ones at any time.
 
     Args:
         plan: the plan.
@@ -277,16 +279,25 @@ def _kept(content: bytes, file: Path, other: Path) -> Path:
 
 
 def _kept_code(what: str, file: str, folder: Path) -> str:
-    """Saves a copy of the `.py` file `file` in `folder`, with the content that this process uses.
-    Returns the path of the copy, or `file` if there is no such file.
+    """Saves copies of the `.py` file `file`, with the content that this process uses, and of the
+    modules that it imports from its folder, in `folder`. Returns the path of the copy of `file`, or
+    `file` if there is no such file.
 
-    The copy has the same name, which is part of a schedule's digest.
+    The copies have the same names. The name of `file` is part of a schedule's digest.
     """
-    content = loaded_content(what, file)
-    if content is None:
+    files = source(what, file)
+    if not files:
         return file
-    place, name = folder / CODE, Path(file).name
-    return str(_kept(content, place / name, place / _digest(content) / name))
+    place, own = folder / CODE, Path(Path(file).name)
+    if any(
+        (place / name).is_file() and (place / name).read_bytes() != content
+        for name, content in files.items()
+    ):
+        place = place / digest(what, file)
+    for name in sorted(files, key=lambda name: name == own):  # the file itself comes last
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
+        write_bytes(place / name, files[name])
+    return str(place / own)
 
 
 def _hardware_text(hardware: Path, folder: Path) -> str:

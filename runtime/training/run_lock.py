@@ -7,6 +7,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from megatrain.runtime.checkpoint.same_run import CODE
 from megatrain.runtime.files.file_lock import FileLock
 from megatrain.runtime.files.model_folder import CHAT_TEMPLATE
 from megatrain.runtime.training.stopped_run import command_to_continue, last_step
@@ -15,8 +16,6 @@ from megatrain.simulator.base.errors import UserError
 
 LOCK = ".lock"
 """The name of the lock file in a run folder."""
-CODE = "code"
-"""The folder in a run folder with the files of the plan's policy, optimizer and cost model."""
 START = (
     CODE,
     "hardware.toml",

@@ -30,6 +30,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
 from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.outside_source import outside_source
 
 if TYPE_CHECKING:
     import importlib.metadata
@@ -77,12 +78,19 @@ class _LoadedFile(NamedTuple):
 
 
 class _Loader(SourceFileLoader):
-    """Loads a file without `__pycache__`. Python takes a file there for the current one if the
-    source has the same size and was written in the same second.
+    """Loads the content of a file that was read before, without `__pycache__`. Python takes a file
+    there for the current one if the source has the same size and was written in the same second.
     """
+
+    def __init__(self, name: str, path: str, content: bytes) -> None:
+        super().__init__(name, path)
+        self._content = content
 
     def path_stats(self, path: str) -> dict[str, float]:
         raise OSError
+
+    def get_data(self, path: str) -> bytes:
+        return self._content
 
 
 class _Loaded:
@@ -121,7 +129,7 @@ def load_file(what: str, path: str) -> ModuleType:
     # Files of the same name, and earlier contents of a file, have modules of their own.
     key = hashlib.sha256(path.encode() + b"\0" + content).hexdigest()[:12]
     name = f"megatrain_{what.replace(' ', '_')}_{Path(path).stem}_{key}"
-    loader = _Loader(name, path)
+    loader = _Loader(name, path, content)
     spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
@@ -157,10 +165,21 @@ def loaded_content(what: str, path: str) -> bytes | None:
     return known.content if known else _content(path)
 
 
+def source(what: str, path: str) -> dict[Path, bytes]:
+    """Returns the content of the file `path` and of the modules that it imports from its folder, by
+    path relative to this folder. The file has its `loaded_content`. Returns an empty dict if there
+    is no such file.
+    """
+    content, files = loaded_content(what, path), outside_source(Path(path))
+    return {} if content is None else {**files, Path(Path(path).name): content}
+
+
 def digest(what: str, path: str) -> str:
-    """Returns the digest of `loaded_content`, or an empty text if there is no such file."""
-    content = loaded_content(what, path)
-    return "" if content is None else hashlib.sha256(content).hexdigest()[:12]
+    """Returns the digest of `source`, or an empty text if there is no such file."""
+    files = source(what, path)
+    parts = [part for name in sorted(files) for part in (os.fsencode(name), files[name])]
+    lengths = [str(len(part)).encode() for part in parts]
+    return hashlib.sha256(b" ".join([*lengths, *parts])).hexdigest()[:12] if files else ""
 
 
 def _content(path: str) -> bytes | None:

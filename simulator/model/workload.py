@@ -132,13 +132,6 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 allowed=f"update with {ADAMW} alone, whose second moment it reads",
                 fix="clip by global, layer or adagc, or do not clip",
             )
-        if self.document_length is not None and self.document_length < 1:
-            raise UserError(
-                "workload: document_length",
-                found=self.document_length,
-                allowed="at least 1 token",
-                fix="correct it, or leave it out if each row is one document",
-            )
         self._refuse_state()
         self._refuse_gradients()
         self._refuse_fp8()
@@ -149,6 +142,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             ("accumulation", MOST_MICRO_BATCHES),
             ("loss_chunk", 2**31),
             ("head_groups", 2**10),
+            ("document_length", 2**24),
         ):
             found = getattr(self, field)
             if found is not None and not 1 <= found <= most:

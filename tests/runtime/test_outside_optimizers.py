@@ -197,9 +197,10 @@ def test_a_checkpoint_of_another_optimizer_is_refused_in_one_line(
     with session(second) as running, pytest.raises(UserError) as caught:
         restore(running.executor, tmp_path / "step-0", RUN_SETTINGS)
     assert (
-        f"found workload.optimizer {str(first.workload.optimizer)[:60]} in the checkpoint"
-        in str(caught.value)
-    )
+        "found another content than that with which the checkpoint was trained"
+        if None not in (was, now)
+        else f"found workload.optimizer {str(first.workload.optimizer)[:60]} in the checkpoint"
+    ) in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -263,6 +264,16 @@ def test_blocks_change_no_bit(files: dict[int, str], monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
+    "body",
+    ["return weights.sub_(gradient * rate)", "weights.sub_(gradient * rate * (number % 5 == 0))"],
+)
+def test_an_update_may_return_something_or_wait_for_some_gradients(
+    executable: Callable[..., Plan], write: Write, body: str
+) -> None:
+    assert preflight(executable(optimizer=write(body)), AdamW(), CPU)
+
+
+@pytest.mark.parametrize(
     ("body", "message"),
     [
         (
@@ -272,15 +283,11 @@ def test_blocks_change_no_bit(files: dict[int, str], monkeypatch: pytest.MonkeyP
         ("{}['rate']", "found KeyError in update: 'rate'; allowed: an update of fp32 tensors"),
         (
             "return weights - gradient * rate",
-            "found an update that returns Tensor; allowed: one that changes its weights in place,",
-        ),
-        (
-            "return weights.sub_(gradient * rate)",
-            "found an update that returns Tensor; allowed: one that changes its weights in place,",
+            "found 100 updates that changed no weights, and each returned Tensor; allowed: an",
         ),
         (
             "weights = weights - gradient * rate",
-            "found an update that changes no weights; allowed: one that changes its weights in",
+            "found 100 updates that changed no weights; allowed: an update that changes its",
         ),
         (
             "weights.sub_(1.0)",

@@ -19,8 +19,7 @@ import torch
 
 from megatrain.experiments.cli.options import OneLineParser
 from megatrain.experiments.commands import sweep
-from megatrain.experiments.files.outside_source import outside_source
-from megatrain.experiments.sweep import executed, grid, load_sweep
+from megatrain.experiments.sweep import executed, grid, load_sweep, running
 from megatrain.experiments.sweep.flat import write_csv
 from megatrain.experiments.sweep.front import fastest, front
 from megatrain.experiments.sweep.running import SweepEntry, simulate
@@ -32,6 +31,7 @@ from megatrain.runtime.memory.fitting import LOADING_BYTES
 from megatrain.simulator import policies
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import write_toml
+from megatrain.simulator.base.outside_source import outside_source
 from megatrain.simulator.base.units import format_bytes
 from megatrain.simulator.costs import cost_model
 from megatrain.simulator.hardware.machine import HardwareSpec
@@ -289,7 +289,7 @@ def test_the_source_of_a_file_has_what_it_imports_from_its_folder(tmp_path: Path
         "helper.py": "import package.deep\n",
         "package/__init__.py": "a = 1\n",
         "package/deep.py": "from . import near\n",
-        "package/near.py": "raise RuntimeError  # not executed\n",
+        "package/near.py": "from .... import far\nraise RuntimeError  # not executed\n",
         "unrelated.py": "b = 1\n",
         "broken.py": "def (\n",
     }
@@ -297,10 +297,32 @@ def test_the_source_of_a_file_has_what_it_imports_from_its_folder(tmp_path: Path
         (tmp_path / name).mkdir()
     for name, code in files.items():
         (tmp_path / name).write_text(code)
-    found = {text.decode() for text in outside_source(tmp_path / "first.py")}
-    assert found == {files[name] for name in files if name not in ("unrelated.py", "broken.py")}
-    assert outside_source(tmp_path / "broken.py") == [b"def (\n"]
-    assert outside_source(tmp_path / "missing.py") == []
+    found = {
+        str(name): text.decode() for name, text in outside_source(tmp_path / "first.py").items()
+    }
+    assert found == {
+        name: text for name, text in files.items() if name not in ("unrelated.py", "broken.py")
+    }
+    assert outside_source(tmp_path / "broken.py") == {Path("broken.py"): b"def (\n"}
+    assert outside_source(tmp_path / "missing.py") == {}
+
+
+def test_a_worker_that_loaded_an_edited_file_stores_no_row(
+    make_plan: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its row would have the key of the content before the edit."""
+    policy = tmp_path / "mine.py"
+    policy.write_text("a = 1\n")
+    plan = msgspec.structs.replace(make_plan("k_buffer"), policy=str(policy))
+    hardware = HardwareSpec.load("h200")
+    outside = running._outside([running.SweepEntry(plan, "key")], hardware)
+    assert list(outside) == [("policy", str(policy))]
+    started = [(running.Simulator(hardware), plan, outside)]
+    monkeypatch.setattr(running, "_started_with", started)
+    assert running._work([]) == []
+    policy.write_text("a = 2\n")
+    with pytest.raises(UserError, match=r"mine\.py: found an edit while the sweep began"):
+        running._work([])
 
 
 def test_each_point_is_planned_unless_knobs_are_swept(

@@ -98,7 +98,7 @@ def test_a_training_with_a_switch_has_the_bits_of_one_without(command: Callable[
     former = Path("run/plans") / first.digest
     assert Plan.load(former / "plan.toml").digest == first.digest
     assert {path.name for path in former.iterdir()} == {
-        "code",  # with the cost model
+        "plan_code",  # with the cost model
         "plan.toml",
         "hardware.toml",
         "measured.json",

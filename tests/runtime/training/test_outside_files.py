@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -102,7 +102,7 @@ def test_an_edit_before_a_training_begins_is_noticed(
 
 
 def own(run: Path) -> list[str]:
-    return sorted(path.name for path in (run / "code").rglob("*.py"))
+    return sorted(path.name for path in (run / "plan_code").rglob("*.py"))
 
 
 def kept(run: Path) -> Plan:
@@ -123,13 +123,13 @@ def test_a_run_keeps_the_policy_with_which_it_trained(
 
     every = {"saving.every_steps": 1, "export": False}
     run(place, callbacks=[Editor()], steps=1, **every)
-    assert kept(place / "run").policy == str(place / "run" / "code" / "mine.py")
-    assert (place / "run" / "code" / "mine.py").read_text() == POLICY
-    assert 'policy = "code/mine.py"' in (place / "run" / "plan.toml").read_text()
+    assert kept(place / "run").policy == str(place / "run" / "plan_code" / "mine.py")
+    assert (place / "run" / "plan_code" / "mine.py").read_text() == POLICY
+    assert 'policy = "plan_code/mine.py"' in (place / "run" / "plan.toml").read_text()
     mine.unlink()
     moved = place.parent / f"{place.name}-moved"
     (place / "run").rename(moved)
-    assert kept(moved).policy == str(moved / "code" / "mine.py")
+    assert kept(moved).policy == str(moved / "plan_code" / "mine.py")
 
 
 def test_a_resumed_run_keeps_both_policies(
@@ -163,7 +163,7 @@ def test_a_kill_while_a_plan_is_saved_leaves_the_former_plan_with_its_files(
     target, count = place / "run", 0
     plan = msgspec.structs.replace(Plan.load(place / "plan.toml"), hardware="machine.toml")
     save_plan(plan, place, "small", target)
-    files = ("plan.toml", "hardware.toml", "code/mine.py", "code/costs.py")
+    files = ("plan.toml", "hardware.toml", "plan_code/mine.py", "plan_code/costs.py")
     before = {name: (target / name).read_bytes() for name in files}
     mine.write_text(EDITED, encoding="utf-8")
     (place / "costs.py").write_text("FACTOR = 2\n", encoding="utf-8")
@@ -203,7 +203,7 @@ def test_a_run_keeps_the_cost_model_of_its_machine(place: Path, run: Callable[..
     run(place, steps=1, export=False)
     shutil.rmtree(place / "machines")
     found = HardwareSpec.load(str(place / "run" / "hardware.toml"))
-    assert found.cost_model == str(place / "run" / "code" / "costs.py")
+    assert found.cost_model == str(place / "run" / "plan_code" / "costs.py")
     assert Path(found.cost_model).read_text() == "# a cost model\n"
     usual = HardwareSpec.load("h200")
     assert msgspec.structs.replace(found, cost_model="") == usual
@@ -281,15 +281,51 @@ def test_a_run_is_not_resumed_with_an_edited_optimizer(
 ) -> None:
     run(place, steps=1, **EVERY)
     lion.write_text(TEXTS[1].replace("betas[0]", "0.5"), encoding="utf-8")
-    with pytest.raises(UserError, match=r"found workload\.optimizer .* and lion\.py in this run"):
-        resumed(place, Path("plan.toml"), 2).fit()
-    with pytest.raises(UserError) as caught:
+    for plan in (Path("plan.toml"), place / "plan.toml"):
+        with pytest.raises(UserError, match=r"lion\.py: found another content than") as caught:
+            resumed(place, plan, 2).fit()
+        assert "`megatrain train --resume RUN` alone" in str(caught.value)
+        assert "\n" not in str(caught.value)
+    lion.unlink()
+    with pytest.raises(UserError, match=r"optimizer: found no file .*lion\.py"):
         resumed(place, place / "plan.toml", 2).fit()
-    assert re.search(
-        r"found content of the optimizer's file [0-9a-f]{12} in the checkpoint and [0-9a-f]{12} in",
-        str(caught.value),
-    )
-    assert "\n" not in str(caught.value)
+
+
+def test_a_checkpoint_without_a_digest_is_not_resumed_with_another_file_of_the_name(
+    place: Path, lion: Path, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checkpoints of earlier versions do not know the content of the optimizer's file."""
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "description", lambda settings, _: description(settings))
+        run(place, steps=1, **EVERY)
+    (place / "other").mkdir()
+    other = lion.with_name("other") / "lion.py"
+    other.write_text(TEXTS[1].replace("betas[0]", "0.5"), encoding="utf-8")
+    plan = Plan.load(place / "plan.toml")
+    work = msgspec.structs.replace(plan.workload, optimizer=str(other))
+    msgspec.structs.replace(plan, workload=work).save(place / "other" / "plan.toml")
+    with pytest.raises(UserError, match=r"found workload\.optimizer"):
+        resumed(place, place / "other" / "plan.toml", 2).fit()
+
+
+def test_a_run_keeps_what_its_optimizer_imports_from_its_folder(
+    place: Path, lion: Path, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    future = "from __future__ import annotations\n"
+    beside = "import os, sys\nsys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))\n"
+    helper = lion.with_name("decay_of_lion.py")
+    helper.write_text("DECAY = 0.5\n", encoding="utf-8")
+    helped = TEXTS[1].replace("betas[0]", "decay_of_lion.DECAY").replace(future, "")
+    lion.write_text(f"{future}{beside}import decay_of_lion\n{helped}", encoding="utf-8")
+    run(place, steps=1, **EVERY)
+    assert own(place / "run") == ["decay_of_lion.py", "lion.py"]
+    helper.unlink()
+    lion.unlink()
+    forget(POLICIES, OPTIMIZERS)
+    sys.modules.pop("decay_of_lion")
+    folder = str(lion.parent)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path != folder])
+    assert resumed(place, place / "run" / "plan.toml", 2).fit().steps == 2
 
 
 def test_a_training_switches_to_a_plan_with_a_copy_of_its_optimizer(
@@ -312,5 +348,5 @@ def test_a_training_switches_to_a_plan_with_a_copy_of_its_optimizer(
                 trainer.switch(place / "other" / "plan.toml")
 
     trainer = run(place, callbacks=[Switch()], steps=2, **EVERY)
-    assert trainer.plan.workload.optimizer == str(place / "other" / "code" / "lion.py")
+    assert trainer.plan.workload.optimizer == str(place / "other" / "plan_code" / "lion.py")
     assert "found another workload" in refused[0]
