@@ -125,7 +125,8 @@ def load_file(what: str, path: str) -> ModuleType:
     content = _content(path)
     if content is None:
         allowed = f"the path of a .py file that defines {with_article(what)}"
-        raise UserError(what, found=f"no file {path}", allowed=allowed, fix="check the path")
+        missing = "a file that cannot be read:" if os.path.lexists(path) else "no file"
+        raise UserError(what, found=f"{missing} {path}", allowed=allowed, fix="check the path")
     # Files of the same name, and earlier contents of a file, have modules of their own.
     key = hashlib.sha256(path.encode() + b"\0" + content).hexdigest()[:12]
     name = f"megatrain_{what.replace(' ', '_')}_{Path(path).stem}_{key}"

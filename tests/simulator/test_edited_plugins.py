@@ -221,6 +221,13 @@ def test_an_edited_cost_model_predicts_the_next_step(
     assert times[1] == 2 * times[0]
 
 
+def test_a_file_that_cannot_be_read_is_not_said_to_be_missing(tmp_path: Path) -> None:
+    (tmp_path / "folder.py").mkdir()
+    for name, found in (("folder.py", "a file that cannot be read:"), ("gone.py", "no file")):
+        with pytest.raises(UserError, match=f"policy: found {found} .*{name}"):
+            plugins.load_file("policy", str(tmp_path / name))
+
+
 def test_two_files_of_one_name_do_not_replace_each_other(tmp_path: Path) -> None:
     found = []
     for folder in ("a", "b"):
