@@ -75,11 +75,11 @@ def refuse_other_run(
     # a hyperparameter that is newer than the checkpoint had its default
     hyperparameters = description(AdamW()) | manifest.optimizer
     described = description(optimizer, work.optimizer)
-    was, now = hyperparameters.pop(FILE, None), described.pop(FILE, None)
+    stored, present = hyperparameters.pop(FILE, None), described.pop(FILE, None)
     first, second = manifest.workload.optimizer, work.optimizer
     if first.endswith(".py") and second.endswith(".py"):
         find(second)  # raises an error of its own if there is no such file
-        if was and was != now:
+        if stored and stored != present:
             raise UserError(
                 f"optimizer {second}",
                 found="another content than that with which the checkpoint was trained",
@@ -88,7 +88,7 @@ def refuse_other_run(
                 " optimizer in the run's folder, or start a new run",
             )
         copied = CODE in Path(second).parts and Path(first).name == Path(second).name
-        if was or copied:
+        if stored or copied:
             # A run's folder has a copy of the file, so its path says little.
             work = msgspec.structs.replace(work, optimizer=first)
     for prefix, was, now in (

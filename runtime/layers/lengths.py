@@ -96,9 +96,10 @@ def takes_lengths(model: ModelSpec, workload: Workload, device: torch.device) ->
 
 
 def room(documents: torch.Tensor) -> Room:
-    """Returns upper bounds for `documents`, [batch, sequence] int64: the number of documents,
-    rounded up to a power of two times the batch size, and the longest one, rounded up to a power of
-    two from 2 to `sequence`. A compiled graph serves all sizes but 1.
+    """Returns upper bounds for `documents`, [batch, sequence] int64. The number of documents is
+    rounded up to a power of two times the batch size. The length of the longest document is rounded
+    up to a power of two, at least 2 and at most `sequence`. It is at least 2, because a compiled
+    graph serves all sizes but 1.
 
     The result depends only on the micro-batch, because the order of the kernel's sums may depend on
     it. It has few different values, so memory is allocated in few sizes. The number is at most

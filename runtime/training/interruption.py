@@ -38,9 +38,8 @@ class Interruption:
     Test `if interruption:` between steps, save, and raise `interruption.error()`.
 
     A second signal other than SIGHUP raises Interrupted in the main thread. If SIGHUP is ignored
-    when the context is entered, as under `nohup`, it stays ignored. If the context is
-    entered in another thread, no signal is recorded, because only the main thread can set signal
-    handlers.
+    when the context is entered, as under `nohup`, it stays ignored. If the context is entered in
+    another thread, no signal is recorded, because only the main thread can set signal handlers.
     """
 
     def __init__(self, progress: Callable[[], str]) -> None:

@@ -205,8 +205,8 @@ class RunFolder(Callback):
         """Saves the plan, and copies of its hardware file and of the files that it needs.
 
         With the copies, `megatrain compare` also works after the run folder was moved, or the
-        originals were edited or removed. If the plan
-        that was saved before has another schedule, it is moved to `plans/` with its measurements.
+        originals were edited or removed. If the plan that was saved before has another schedule, it
+        is moved to `plans/` with its measurements.
 
         A run that continues keeps the model of its first plan, because it began from these weights.
         Only if this model is gone, the plan names the model that replaces it.

@@ -638,15 +638,15 @@ class Trainer(TrainingRun):
             return
         self.plan = plan = msgspec.structs.replace(plan, workload=work)
         note = (
-            f"the plan is for rows of one document, and the data has documents of {tokens:,}"
-            " tokens, the mean over all tokens"
+            "the plan is for rows of one document, but the mean over all tokens of the data is"
+            f" documents of {tokens:,} tokens"
         )
         if self._predict is not None and plan.prediction is not None:
             seconds = self._predict(plan, self.origin)
             prediction = msgspec.structs.replace(plan.prediction, step_seconds=seconds)
             self.plan = msgspec.structs.replace(plan, prediction=prediction)
-            note += f": with them, a step is predicted to take {format_seconds(seconds)}"
-        self._notes.append(f"{note} (`megatrain plan --document-length {tokens}`)")
+            note += f"; a step is predicted to take {format_seconds(seconds)} with these"
+        self._notes.append(f"{note}; `megatrain plan --document-length {tokens}` plans for them")
 
     def _count_epochs(self, data: BatchSource) -> None:
         """Replaces epochs by steps in the config, and notes how many steps an epoch has.

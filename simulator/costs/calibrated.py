@@ -425,8 +425,8 @@ class Calibrated(ContendedCosts):
         """Returns the spread of the measured number that is nearest in size to `op`: the
         interquartile range of its repetitions divided by their median, or 0 if it is unknown.
 
-        The machine's `uncertainty` of the time that documents save is added, because this time is
-        computed, and steps differ in their documents.
+        A share of the time that documents save is added, which is the machine's `uncertainty`. This
+        time is computed and not measured, and steps differ in their documents.
         """
         saved = 0.0
         if self._documents is not None and self._datasheet is not None and op.kind in LAYER_KINDS:

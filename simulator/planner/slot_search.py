@@ -14,9 +14,9 @@ The search has five rounds. Each uses the smallest schedule that can distinguish
 4. Give the winner the next larger number of weight slots as long as that is faster by more than
    0.1 %. Copies that vary in time, because of contention, need more slots than round 1 shows.
 5. For each field of the placement that the policy obeys, in the order of `FILLED`, name as many
-   layers as fit. Keep the plan if it is faster by more than 0.1 %. Layers that save activations are
-   also tried with a checkpoint interval of 1, because they need no checkpoints of others. The other
-   plan of round 3 is filled, too.
+   layers as fit. Keep the plan if it is faster by more than 0.1 %. Saved activations are also tried
+   with a checkpoint interval of 1, because layers that save them recompute nothing. The other plan
+   of round 3 is filled, too.
 """
 
 from __future__ import annotations

@@ -446,8 +446,8 @@ def with_free_memory(hardware: HardwareSpec, device: torch.device) -> HardwareSp
     """Returns `hardware`, a calibration of this machine, with the device memory that is free now.
 
     Another program may use a part of a GPU's memory now, or may have used it when the machine was
-    measured. A difference of less than 3 % is ignored: it may be the code that this process has
-    loaded, and plans leave 4 %.
+    measured. A difference of less than 3 % is ignored. The code that this process has loaded takes
+    some memory, too, and plans leave 4 % free.
     """
     import msgspec
 

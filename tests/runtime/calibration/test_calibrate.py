@@ -384,6 +384,38 @@ def test_compute_alone_runs_on_random_weights_and_without_other_ops(
     assert found.host_bytes == 0
 
 
+class Profiles:
+    """Replaces `profile_steps`. Each op takes `duration_ns`, and plans of which `large` is true do
+    not fit.
+    """
+
+    def __init__(self, duration_ns: int, large: Callable[[Plan], bool]) -> None:
+        self.duration_ns, self.large = duration_ns, large
+        self.runs: list[tuple[str, int, bool, bool]] = []
+        """Policy and number of layers of each plan, and whether only compute ran and whether memory
+        was watched."""
+
+    def __call__(
+        self,
+        plan: Plan,
+        *_: object,
+        schedule: Schedule,
+        compute_only: bool,
+        watches: bool,
+        **__: object,
+    ) -> StepProfile:
+        self.runs.append((plan.policy, plan.model.layers, compute_only, watches))
+        if compute_only and self.large(plan):
+            raise UserError("memory", found="too little", allowed="more", fix="take fewer layers")
+        made = compute_alone(plan) if compute_only else schedule
+        spans = [
+            Span(op=op.id, lane=op.lane, start_ns=0, end_ns=self.duration_ns) for op in made.ops
+        ]
+        timeline = Timeline(name="measured", digest="", spans=tuple(spans))
+        peaks = dict.fromkeys(COMPUTE_KINDS, 2**30) if watches else {}
+        return StepProfile(made, [timeline], [1.0], None, peaks, 0, 0, 1)
+
+
 @pytest.mark.parametrize(
     ("duration_ns", "most", "counts"),
     [
@@ -406,27 +438,17 @@ def test_a_gpu_times_compute_alone_for_a_second_a_step(
     Their number follows from a run of three layers. If they do not fit, three are timed. If three
     do not fit either, the workload is left out.
     """
-    plan, runs, collected = executable(layers=20), list[tuple[str, int, bool]](), set[str]()
-
-    def profile(
-        plan: Plan, *_: object, schedule: Schedule, compute_only: bool, **__: object
-    ) -> StepProfile:
-        runs.append((plan.policy, plan.model.layers, compute_only))
-        if compute_only and plan.model.layers > most:
-            raise UserError("memory", found="too little", allowed="more", fix="take fewer layers")
-        made = compute_alone(plan) if compute_only else schedule
-        spans = [Span(op=op.id, lane=op.lane, start_ns=0, end_ns=duration_ns) for op in made.ops]
-        timeline = Timeline(name="measured", digest="", spans=tuple(spans))
-        return StepProfile(made, [timeline], [1.0], None, {}, 0, 0, 1)
-
-    monkeypatch.setattr(module, "profile_steps", profile)
+    plan, collected = executable(layers=20), set[str]()
+    profiles = Profiles(duration_ns, lambda plan: plan.model.layers > most)
+    runs = profiles.runs
+    monkeypatch.setattr(module, "profile_steps", profiles)
     bench = module._Bench(torch.device("cpu"), (2**33, 2**33), lambda _: None)
     bench._cuda = True
     monkeypatch.setattr(bench, "_collect", lambda _, op, __: runs[-1][2] and collected.add(op.kind))
     subject = module.Subject(plan.model, config_of(plan.model))
     found = bench.layers(subject, plan.workload, plan.workload)
-    assert runs[0] == ("resident", 3, False)
-    assert runs[1 : 1 + len(counts)] == [("double_buffer", count, True) for count in counts]
+    assert runs[0] == ("resident", 3, False, True)
+    assert runs[1 : 1 + len(counts)] == [("double_buffer", count, True, False) for count in counts]
     assert (found is None) == (most < 3)
     assert collected == (set(COMPUTE_KINDS) if found else set())
 
@@ -446,21 +468,12 @@ def test_a_gpu_times_a_head_behind_several_layers(
 
     Behind one layer, the time would be that of the host's calls.
     """
-    plan, runs = executable(layers=20, batch=64), list[tuple[str, int, bool, bool]]()
-
-    def profile(
-        plan: Plan, *_: object, schedule: Schedule, compute_only: bool, watches: bool, **__: object
-    ) -> StepProfile:
-        runs.append((plan.policy, plan.model.layers, compute_only, watches))
-        if plan.workload.loss_chunk == 2048 and plan.model.layers > most:
-            raise UserError("memory", found="too little", allowed="more", fix="take fewer layers")
-        made = compute_alone(plan) if compute_only else schedule
-        spans = [Span(op=op.id, lane=op.lane, start_ns=0, end_ns=duration_ns) for op in made.ops]
-        timeline = Timeline(name="measured", digest="", spans=tuple(spans))
-        peaks = dict.fromkeys(COMPUTE_KINDS, 2**30) if watches else {}
-        return StepProfile(made, [timeline], [1.0], None, peaks, 0, 0, 1)
-
-    monkeypatch.setattr(module, "profile_steps", profile)
+    plan = executable(layers=20, batch=64)
+    profiles = Profiles(
+        duration_ns, lambda plan: plan.workload.loss_chunk == 2048 and plan.model.layers > most
+    )
+    runs = profiles.runs
+    monkeypatch.setattr(module, "profile_steps", profiles)
     monkeypatch.setattr(module, "_LOSS_CHUNKS", (2048,))
     bench = module._Bench(torch.device("cpu"), (2**33, 2**33), lambda _: None)
     bench._cuda = True
