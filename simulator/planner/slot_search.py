@@ -14,9 +14,8 @@ The search has five rounds. Each uses the smallest schedule that can distinguish
 4. Give the winner the next larger number of weight slots as long as that is faster by more than
    0.1 %. Copies that vary in time, because of contention, need more slots than round 1 shows.
 5. For each field of the placement that the policy obeys, in the order of `FILLED`, name as many
-   layers as fit. Keep the plan if it is faster by more than 0.1 %. Saved activations are also tried
-   with a checkpoint interval of 1, because layers that save them recompute nothing. The other plan
-   of round 3 is filled, too.
+   layers as fit. Keep the plan if it is faster by more than 0.1 %. The other plan of round 3 is
+   filled, too.
 """
 
 from __future__ import annotations
@@ -206,14 +205,10 @@ class SlotSearch:
         if not best.feasible:
             return best
         for name in (name for name in FILLED if name in self.placements):
-            starts = [best.plan]
-            if name == "saved_activations" and "checkpoint_interval" in self.knobs:
-                starts.append(with_knobs(best.plan, checkpoint_interval=1))
-            for start in dict.fromkeys(starts):
-                if (plan := self._most_placed(start, name)) is not None:
-                    choice = assess(plan, self.costs)
-                    if choice.feasible and choice.step_seconds * _TIE < best.step_seconds:
-                        best = choice
+            if (plan := self._most_placed(best.plan, name)) is not None:
+                choice = assess(plan, self.costs)
+                if choice.feasible and choice.step_seconds * _TIE < best.step_seconds:
+                    best = choice
         return best
 
     def _most_placed(self, plan: Plan, name: str) -> Plan | None:
