@@ -65,6 +65,7 @@ import msgspec
 
 from megatrain.simulator import policies
 from megatrain.simulator.costs import CostModel
+from megatrain.simulator.memory.account import Account
 from megatrain.simulator.model.layer import DTYPE_BYTES
 from megatrain.simulator.planner.assessment import Estimate, RunnerUp, with_knobs
 from megatrain.simulator.planner.filling import (
@@ -156,7 +157,11 @@ class PlacementSearch(Polishing):
             if (estimate := self._best_of(fitting, limit_ns))
         ]
         if estimates:
-            limit_ns = min(limit_ns, *(estimate.step_seconds * 1e9 for estimate in estimates))
+            # A search may gain much, so the second one is not skipped if it begins with a plan that
+            # is at least as fast as the first plan of this one.
+            first = self.first_ns(limit_ns) / _MOST_REFINED
+            fastest = min(estimate.step_seconds * 1e9 for estimate in estimates)
+            limit_ns = min(limit_ns, max(fastest, first))
             other = PlacementSearch(self.plan, self.costs, more=True)
             known = set(usual)
             candidates = [plan for plan in other._usual() if plan not in known]
@@ -675,7 +680,7 @@ class PlacementSearch(Polishing):
         if self.filling.whole_count(plan) is None:
             # Other layers are streamed then, so the waiting of `plan` says nothing.
             lean = with_knobs(plan, **fewer)
-            most = self._most_whole(lean, every_slot=False)
+            _, most = self._whole_counts(lean, every_slot=False)
             keeping = self._whole_layers_plan(lean, most, limit)
             if (
                 keeping
@@ -692,14 +697,14 @@ class PlacementSearch(Polishing):
         layer inputs where `base` does. With `every_slot`, each streamed layer has a slot. Returns
         None if all take `limit_ns` or more.
         """
-        layers, tried = base.model.layers, set[int]()
+        tried = set[int]()
         best: tuple[float, int, Plan] | None = None
-        size = max(layers // _STEPS, 1)
+        size = max(base.model.layers // _STEPS, 1)
         # Often only the most layers that fit are faster than the limit.
-        most = self._most_whole(base, every_slot=every_slot)
+        least, most = self._whole_counts(base, every_slot=every_slot)
         while size:
-            near = (best[1] - size, best[1] + size) if best else (*range(0, most, size), most)
-            counts = sorted({count for count in near if 0 <= count <= layers} - tried)
+            near = (best[1] - size, best[1] + size) if best else (*range(least, most, size), most)
+            counts = sorted({count for count in near if least <= count <= most} - tried)
             tried.update(counts)
             bounds = [
                 (self.lower_bound.step_ns(other), count, other)
@@ -745,17 +750,28 @@ class PlacementSearch(Polishing):
         slots = max(plan.model.layers - count, plan.knobs.weight_slots)
         return with_knobs(whole, weight_slots=slots) if every_slot else whole
 
-    def _most_whole(self, plan: Plan, *, every_slot: bool) -> int:
-        """Returns the largest `count` for which `_whole` of `plan` fits the device if no layer
-        saves its activations, or 0.
+    def _whole_counts(self, plan: Plan, *, every_slot: bool) -> tuple[int, int]:
+        """Returns the smallest and the largest `count` for which `_whole` of `plan` may fit.
+
+        With fewer layers, the host has too little memory. With more, the device has too little even
+        if no layer saves its activations, or the host has no layer to update. The largest is 0 if
+        no layer fits the device.
         """
 
-        def exceeds(count: int) -> bool:
-            whole = self._whole(plan, count, every_slot=every_slot)
-            return self.filling.account(_saving(whole, 0)).device_peak_bytes > limit
+        def whole(count: int) -> Account:
+            return self.filling.account(_saving(self._whole(plan, count, every_slot=every_slot), 0))
 
-        limit = plan.device_limit_bytes
-        return bisect.bisect_left(range(1, plan.model.layers + 1), True, key=exceeds)
+        most = bisect.bisect_left(
+            range(1, len(plan.model.stack) - 1),
+            True,
+            key=lambda count: whole(count).device_peak_bytes > plan.device_limit_bytes,
+        )
+        least = bisect.bisect_left(
+            range(most),
+            True,
+            key=lambda count: whole(count).host_peak_bytes <= plan.host_limit_bytes,
+        )
+        return least, most
 
     def may_fit(self) -> bool:
         """Returns whether `best` finds a plan, in less time than `best` takes."""
