@@ -32,7 +32,7 @@ from megatrain.runtime.batch import Batch
 from megatrain.runtime.execution.executor import Executor
 from megatrain.runtime.files.model_files import random_weights
 from megatrain.runtime.layers.functional_layers import config_of
-from megatrain.runtime.machine import default_device, grow_segments
+from megatrain.runtime.machine import default_device, grow_segments, make_deterministic
 from megatrain.runtime.memory.process_memory import host_peak_bytes
 from megatrain.runtime.optimizer.settings import AdamW
 from megatrain.runtime.ranks import Ranks, check_started, joined
@@ -65,6 +65,7 @@ def run(
     *,
     digests: bool = True,
     timeline: Path | None = None,
+    deterministic: bool = False,
 ) -> None:
     """Runs the steps from random weights. Rank 0 prints the losses, norms, peaks and the digest.
 
@@ -76,8 +77,11 @@ def run(
         timeout_s: seconds after which a rank that does not answer is lost.
         digests: whether to compute the digest, which reads the whole model.
         timeline: the file to which rank 0 writes its timeline of the last step.
+        deterministic: whether to use only deterministic kernels.
     """
     grow_segments()  # as `megatrain train` does
+    if deterministic:
+        make_deterministic()
     device = default_device()
     with joined(plan, device, settings, steps, rate, timeout_s=timeout_s) as ranks:
         show = ranks is None or ranks.rank == 0
@@ -212,13 +216,18 @@ def parser() -> options.OneLineParser:
         metavar="FILE",
         help="write the timeline of the last step on rank 0 as JSON",
     )
+    parser.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="use only deterministic kernels: any number of GPUs then gives the same bits; slower",
+    )
     return parser
 
 
 def _refuse_options_of_ours(args: argparse.Namespace) -> None:
     """Raises UserError if an option is given that a baseline does not have."""
     usual = parser().parse_args([str(args.plan)])
-    for name in ("rate", "timeout", "no_digest", "timeline"):
+    for name in ("rate", "timeout", "no_digest", "timeline", "deterministic"):
         if getattr(args, name) != getattr(usual, name):
             option = "--" + name.replace("_", "-")
             raise UserError(
@@ -250,6 +259,7 @@ def main(arguments: list[str] | None = None) -> int:
                 args.timeout,
                 digests=not args.no_digest,
                 timeline=args.timeline,
+                deterministic=args.deterministic,
             )
         except FloatingPointError as error:
             raise RunError(str(error)) from None

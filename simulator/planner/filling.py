@@ -193,7 +193,10 @@ class Filling:
             # The head adds to the gradient of a tied embedding, so each byte of it that stays on
             # the device saves a load and a store more than the gradient of another layer.
             orders.append([("gradients", EMBEDDING), *orders[0]])
-        if not self.defers_update:
+        if self.defers_update:
+            swapped = (CLASSES[0], CLASSES[2], CLASSES[1], CLASSES[3])
+            orders.append([(name, layer) for name in swapped for layer in layers])
+        else:
             # The update of the embedding ends the step and overlaps with nothing. So the embedding
             # receives memory first, beginning with its moments, the largest part of its state.
             orders.append([(name, layer) for layer in layers for name in reversed(CLASSES)])
