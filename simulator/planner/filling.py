@@ -21,6 +21,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -140,6 +141,15 @@ def classes_of(plan: Plan) -> list[StateClass]:
     return [name for name in CLASSES if layer_state(plan, EMBEDDING)[name].bytes]
 
 
+class Whole(NamedTuple):
+    """The layers whose whole state is on the device: the embedding and some others."""
+
+    layers: int
+    """How many of the first decoder layers are among them."""
+    head: bool = False
+    """Whether the head is one of them. False if it is tied to the embedding."""
+
+
 class Filling:
     """Builds plans that fill the device's memory, for one model and workload."""
 
@@ -194,8 +204,10 @@ class Filling:
             # the device saves a load and a store more than the gradient of another layer.
             orders.append([("gradients", EMBEDDING), *orders[0]])
         if self.defers_update:
-            swapped = (CLASSES[0], CLASSES[2], CLASSES[1], CLASSES[3])
-            orders.append([(name, layer) for name in swapped for layer in layers])
+            # Low halves are loaded and stored beside the forward pass, gradients only loaded there.
+            # If copies delay the forward pass, low halves save more time than gradients.
+            urgent: tuple[StateClass, ...] = ("weights", "master_low", "gradients", "moments")
+            orders.append([(name, layer) for name in urgent for layer in layers])
         else:
             # The update of the embedding ends the step and overlaps with nothing. So the embedding
             # receives memory first, beginning with its moments, the largest part of its state.
@@ -394,30 +406,32 @@ class Filling:
             held,
         )
 
-    def whole(self, plan: Plan, count: int) -> Plan:
-        """Returns `plan` with all state of its embedding and of its first `count` decoder layers on
-        the device, and all other layers updated on the host.
+    def whole(self, plan: Plan, kept: Whole) -> Plan:
+        """Returns `plan` with all state of `kept` on the device, and all other layers updated on
+        the host.
 
         `fills` would also keep a part of the next layer's state on the device. The host does not
         update such a layer, so the rest of its state would be copied to the device and back. If the
         host updates fast, even fewer layers on the device may be better.
         """
         layers = list(plan.model.stack)
-        kept = set(layers[: count + 1])
+        whole = {*layers[: kept.layers + 1], *([plan.model.head] if kept.head else [])}
         held = {
-            name: ranges(layers, {layer for layer in kept if (name, layer) in self._sizes})
+            name: ranges(layers, {layer for layer in whole if (name, layer) in self._sizes})
             for name in CLASSES
         }
         return host_updating(
             with_knobs(plan, placement=msgspec.structs.replace(plan.knobs.placement, **held))
         )
 
-    def whole_count(self, plan: Plan) -> int | None:
-        """Returns the `count` for which `whole(plan, count)` equals `plan`, or None."""
+    def kept_whole(self, plan: Plan) -> Whole | None:
+        """Returns the `kept` for which `whole(plan, kept)` equals `plan`, or None."""
         if not plan.placed("host_updated"):
             return None
-        count = len(plan.placed("weights")) - 1
-        return count if count >= 0 and self.whole(plan, count).knobs == plan.knobs else None
+        weights = plan.placed("weights")
+        head = not plan.model.tied and plan.model.head in weights
+        kept = Whole(len(weights) - 1 - head, head)
+        return kept if kept.layers >= 0 and self.whole(plan, kept).knobs == plan.knobs else None
 
     def only_tied_embedding(self, plan: Plan) -> Iterator[Plan]:
         """Yields plans that fit, update all decoder layers on the host, and keep as much of a tied
@@ -471,14 +485,14 @@ class Filling:
                 yield other
         if another := self.with_another_slot(plan):
             yield another
-        if (count := self.whole_count(plan)) is not None:
+        if kept := self.kept_whole(plan):
             more = [
-                (with_knobs(plan, weight_slots=plan.knobs.weight_slots + slots), count - 1)
+                (with_knobs(plan, weight_slots=plan.knobs.weight_slots + slots), kept.layers - 1)
                 for slots in (1, 2)
             ]
-            for base, changed in ((plan, count - 1), (plan, count + 1), *more):
+            for base, changed in ((plan, kept.layers - 1), (plan, kept.layers + 1), *more):
                 if 0 <= changed <= plan.model.layers:
-                    other = self.whole(base, changed)
+                    other = self.whole(base, kept._replace(layers=changed))
                     for saving in (other, self.saving_most(other)):
                         if saving.placed("host_updated") and self.account(saving).fits:
                             yield saving

@@ -70,6 +70,7 @@ from megatrain.simulator.model.layer import DTYPE_BYTES
 from megatrain.simulator.planner.assessment import Estimate, RunnerUp, with_knobs
 from megatrain.simulator.planner.filling import (
     CLASSES,
+    Whole,
     all_on_host,
     classes_of,
     host_share,
@@ -627,17 +628,17 @@ class PlacementSearch(Polishing):
         which update all streamed layers on the host and keep the whole state of the others on the
         device.
 
-        These plans differ in the number of layers on the device, in the memory that holds layer
-        inputs, and in the weight slots: as many as `plan` has, or one for each streamed layer, so
-        that it is loaded once a step. As many layers as fit save their activations. Evenly spaced
-        numbers of layers are tried first, and then the numbers near the best one. `time` is the
-        step time of `plan` in ns.
+        These plans differ in the number of layers on the device, in whether the head is one of
+        them, in the memory that holds layer inputs, and in the weight slots: as many as `plan` has,
+        or one for each streamed layer, so that it is loaded once a step. As many layers as fit save
+        their activations. Evenly spaced numbers of layers are tried first, and then the numbers
+        near the best one. `time` is the step time of `plan` in ns.
         """
         limit, placement = time / _LEAST_HOST_GAIN, plan.knobs.placement
         places = dict.fromkeys((placement.offloaded_inputs, "", "all"))
-        for offloaded in places:
+        for offloaded, head in itertools.product(places, (False, not plan.model.tied)):
             inputs = msgspec.structs.replace(placement, offloaded_inputs=offloaded)
-            if faster := self._fastest_whole(limit, with_knobs(plan, placement=inputs)):
+            if faster := self._fastest_whole(limit, with_knobs(plan, placement=inputs), head=head):
                 time, plan = faster
                 limit = time / TIE
         return self._fastest_whole(limit, plan, every_slot=True) or (time, plan)
@@ -664,10 +665,10 @@ class PlacementSearch(Polishing):
                 continue
             near = sorted(dict.fromkeys(self.filling.wider(other)), key=self.lower_bound.step_ns)
             near = near[:FINALISTS]
-            if (whole := self.filling.whole_count(plan)) is not None:
-                near += filter(
-                    None, (self._whole_layers_plan(other, whole + more, time) for more in (0, 1))
-                )
+            if kept := self.filling.kept_whole(plan):
+                for more in (kept, kept._replace(layers=kept.layers + 1)):
+                    if whole := self._whole_layers_plan(other, more, time):
+                        near.append(whole)
             for wider in near:
                 # Large copies would hide the effect of slots, so the plan's own size is timed.
                 if (
@@ -677,11 +678,11 @@ class PlacementSearch(Polishing):
                 ):
                     time, plan = self.time(wider), wider
                     limit = time / _LEAST_HOST_GAIN
-        if self.filling.whole_count(plan) is None:
+        if self.filling.kept_whole(plan) is None:
             # Other layers are streamed then, so the waiting of `plan` says nothing.
             lean = with_knobs(plan, **fewer)
-            _, most = self._whole_counts(lean, every_slot=False)
-            keeping = self._whole_layers_plan(lean, most, limit)
+            _, most = self._whole_counts(lean)
+            keeping = self._whole_layers_plan(lean, Whole(most), limit)
             if (
                 keeping
                 and max(self.lower_bound.step_ns(keeping), self._run(keeping).bound_ns) < limit
@@ -691,26 +692,26 @@ class PlacementSearch(Polishing):
         return time, plan
 
     def _fastest_whole(
-        self, limit_ns: float, base: Plan, *, every_slot: bool = False
+        self, limit_ns: float, base: Plan, *, head: bool = False, every_slot: bool = False
     ) -> tuple[float, Plan] | None:
         """Returns the step time and the plan of the fastest plan of `with_whole_layers` that keeps
-        layer inputs where `base` does. With `every_slot`, each streamed layer has a slot. Returns
-        None if all take `limit_ns` or more.
+        layer inputs where `base` does. With `head`, the head stays on the device. With
+        `every_slot`, each streamed layer has a slot. Returns None if all take `limit_ns` or more.
         """
         tried = set[int]()
         best: tuple[float, int, Plan] | None = None
         size = max(base.model.layers // _STEPS, 1)
         # Often only the most layers that fit are faster than the limit.
-        least, most = self._whole_counts(base, every_slot=every_slot)
+        least, most = self._whole_counts(base, head=head, every_slot=every_slot)
         while size:
             near = (best[1] - size, best[1] + size) if best else (*range(least, most, size), most)
             counts = sorted({count for count in near if least <= count <= most} - tried)
             tried.update(counts)
-            bounds = [
-                (self.lower_bound.step_ns(other), count, other)
-                for count in counts
-                if (other := self._whole_layers_plan(base, count, limit_ns, every_slot=every_slot))
-            ]
+            bounds = list[tuple[float, int, Plan]]()
+            for count in counts:
+                kept = Whole(count, head)
+                if other := self._whole_layers_plan(base, kept, limit_ns, every_slot=every_slot):
+                    bounds.append((self.lower_bound.step_ns(other), count, other))
             # With the lowest bounds first, fewer plans have to be simulated.
             fastest = best
             for bound, count, other in sorted(bounds, key=lambda entry: entry[:2]):
@@ -725,7 +726,7 @@ class PlacementSearch(Polishing):
         return (best[0], best[2]) if best else None
 
     def _whole_layers_plan(
-        self, plan: Plan, count: int, limit_ns: float, *, every_slot: bool = False
+        self, plan: Plan, kept: Whole, limit_ns: float, *, every_slot: bool = False
     ) -> Plan | None:
         """Returns `_whole` of `plan`, with as many layers as fit saving their activations.
 
@@ -733,7 +734,7 @@ class PlacementSearch(Polishing):
         would take `limit_ns` or more even if all layers saved their activations.
         """
 
-        whole = self._whole(plan, count, every_slot=every_slot)
+        whole = self._whole(plan, kept, every_slot=every_slot)
         if (
             not whole.placed("host_updated")
             or self.lower_bound.step_ns(_saving(whole, plan.model.layers)) >= limit_ns
@@ -742,16 +743,19 @@ class PlacementSearch(Polishing):
         chosen = self.filling.saving_most(_saving(whole, 0))
         return chosen if self.filling.account(chosen).fits else None
 
-    def _whole(self, plan: Plan, count: int, *, every_slot: bool) -> Plan:
+    def _whole(self, plan: Plan, kept: Whole, *, every_slot: bool) -> Plan:
         """Returns `Filling.whole` of `plan`. With `every_slot`, each streamed decoder layer has a
         weight slot.
         """
-        whole = self.filling.whole(plan, count)
-        slots = max(plan.model.layers - count, plan.knobs.weight_slots)
+        whole = self.filling.whole(plan, kept)
+        slots = max(plan.model.layers - kept.layers, plan.knobs.weight_slots)
         return with_knobs(whole, weight_slots=slots) if every_slot else whole
 
-    def _whole_counts(self, plan: Plan, *, every_slot: bool) -> tuple[int, int]:
-        """Returns the smallest and the largest `count` for which `_whole` of `plan` may fit.
+    def _whole_counts(
+        self, plan: Plan, *, head: bool = False, every_slot: bool = False
+    ) -> tuple[int, int]:
+        """Returns the smallest and the largest number of decoder layers with which `_whole` of
+        `plan` may fit.
 
         With fewer layers, the host has too little memory. With more, the device has too little even
         if no layer saves its activations, or the host has no layer to update. The largest is 0 if
@@ -759,10 +763,11 @@ class PlacementSearch(Polishing):
         """
 
         def whole(count: int) -> Account:
-            return self.filling.account(_saving(self._whole(plan, count, every_slot=every_slot), 0))
+            kept = self._whole(plan, Whole(count, head), every_slot=every_slot)
+            return self.filling.account(_saving(kept, 0))
 
         most = bisect.bisect_left(
-            range(1, len(plan.model.stack) - 1),
+            range(1, len(plan.model.stack) - 1 - head),
             True,
             key=lambda count: whole(count).device_peak_bytes > plan.device_limit_bytes,
         )

@@ -348,11 +348,61 @@ def test_more_of_anything_is_seldom_slower(
             "link",
             id="whole-layers-in-fewer-slots",
         ),
+        # Evenly spaced numbers of whole layers began at none, which does not fit the host: 2.1 %
+        # slower.
+        pytest.param(
+            Case(
+                "qwen3-4b",
+                "a6000",
+                Workload(batch=1, sequence=4096, clipping="update", loss_chunk=1024),
+                1.0,
+                0.1,
+            ),
+            "link",
+            id="least-whole-layers",
+        ),
+        # A second search was skipped because it began with a plan that was slower than the end of
+        # the first one: 4.2 % slower.
+        pytest.param(
+            Case(
+                "llama-3.2-1b",
+                "rtx3080-10gb",
+                Workload(batch=1, sequence=512, state="master24", loss_chunk=4096, documents=True),
+                0.5,
+                0.5,
+            ),
+            "cores",
+            id="second-search",
+        ),
+        # If everything fitted, no plan updated the last layers on the host: 2.6 % slower.
+        pytest.param(
+            Case(
+                "qwen2.5-0.5b",
+                "a100-80-sxm",
+                Workload(batch=1, sequence=256, loss_chunk=256),
+                0.1,
+                0.1,
+            ),
+            "device_limit",
+            id="all-layers-but-one",
+        ),
+        # The head was never among the layers whose whole state is on the device: 33 % slower.
+        pytest.param(
+            Case(
+                "qwen2.5-7b",
+                "h200",
+                Workload(batch=4, sequence=512, accumulation=3, loss_chunk=4096, documents=True),
+                0.25,
+                0.75,
+            ),
+            "host_limit",
+            id="whole-head",
+        ),
     ],
 )
 def test_more_is_no_slower_in_a_drawn_example(case: Case, what: str) -> None:
     """Regression test: these examples were drawn, and the step was slower with more."""
-    hardware, limits = _with_more(case, what)
+    hardware, limits = _with_more(case, what, GIB // 2)
     after = case.searched(hardware, **limits)
     assert after.step_seconds <= SLOWER * case.searched().step_seconds
 

@@ -29,6 +29,7 @@ from megatrain.simulator.planner.capacity import _closest, _enough, _merged, _mo
 from megatrain.simulator.planner.filling import (
     CLASSES,
     Filling,
+    Whole,
     host_updating,
     last,
     ranges,
@@ -296,7 +297,7 @@ def test_no_state_that_still_fits_is_left_out(
     filling = a_filling(plan := streaming(make_plan, clipping=clipping))
     plan = tightened(plan, filling, spare)
     fills = list(filling.fills(plan, Placement()))
-    assert len(fills) == (3 if clipping == "global" else 4)
+    assert len(fills) == 4
     for fill in fills:
         room = filling.room(fill)
         assert room >= 0
@@ -887,13 +888,40 @@ def test_whole_layers_stay_on_the_device_where_no_activations_fit(make_plan: Mak
     """The plan is found although it saves the activations of no layer. One byte less is too few."""
     plan = streaming(make_plan)
     search = PlacementSearch(plan, cost_model(H200, plan.model, plan.workload))
-    whole = search.filling.whole(plan, 2)
+    whole = search.filling.whole(plan, Whole(2))
     assert whole.placed("host_updated") == {"2", "3", "4", "h"}
     for spare, found in ((-1, None), (0, whole.knobs)):
         tight = tightened(whole, search.filling, spare)
         assert search.filling.most_saved(tight, tight.knobs.placement) == (0 if found else -1)
-        chosen = search._whole_layers_plan(tight, 2, math.inf)
+        chosen = search._whole_layers_plan(tight, Whole(2), math.inf)
         assert (chosen and chosen.knobs) == found
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_numbers_of_whole_layers_leave_the_host_a_layer_to_update(
+    make_plan: MakePlan, tied: bool
+) -> None:
+    """A tied model has no head that the host could update. With less host memory, more layers must
+    stay on the device.
+    """
+    plan = streaming(make_plan, tied=tied)
+    search = PlacementSearch(plan, cost_model(H200, plan.model, plan.workload))
+    assert search._whole_counts(plan) == (0, 4 if tied else 5)
+    host = search.filling.account(search.filling.whole(plan, Whole(2))).host_peak_bytes
+    for less, least in ((0, 2), (1, 3)):
+        tight = msgspec.structs.replace(plan, host_limit_bytes=host - less)
+        assert search._whole_counts(tight) == (least, 4 if tied else 5)
+
+
+def test_the_head_may_be_one_of_the_whole_layers(make_plan: MakePlan) -> None:
+    plan = streaming(make_plan)
+    filling = a_filling(plan)
+    for kept, updated in ((Whole(2, head=True), {"2", "3", "4"}), (Whole(5), {"h"})):
+        whole = filling.whole(plan, kept)
+        assert whole.placed("host_updated") == updated
+        assert filling.kept_whole(whole) == kept
+    search = PlacementSearch(plan, cost_model(H200, plan.model, plan.workload))
+    assert search._whole_counts(plan, head=True) == (0, 4)
 
 
 def test_numbers_of_whole_layers_are_from_none_to_all(
@@ -903,10 +931,11 @@ def test_numbers_of_whole_layers_are_from_none_to_all(
     plan, tried = streaming(make_plan), list[int]()
     search = PlacementSearch(plan, cost_model(H200, plan.model, plan.workload))
 
-    def whole(_: Plan, count: int, _limit_ns: float, *, every_slot: bool) -> Plan:
+    def whole(_: Plan, kept: Whole, _limit_ns: float, *, every_slot: bool) -> Plan:
+        assert not kept.head
         assert not every_slot
-        tried.append(count)
-        return with_knobs(plan, weight_slots=count + 1)
+        tried.append(kept.layers)
+        return with_knobs(plan, weight_slots=kept.layers + 1)
 
     monkeypatch.setattr(search, "_whole_layers_plan", whole)
     monkeypatch.setattr(search.lower_bound, "step_ns", lambda _: 0)
@@ -923,7 +952,8 @@ def test_each_streamed_layer_may_have_a_slot(make_plan: MakePlan) -> None:
     large = msgspec.structs.replace(plan, device_limit_bytes=2**40)
     search = PlacementSearch(large, cost_model(H200, plan.model, plan.workload))
     usual, wide = (
-        search._whole_layers_plan(large, 2, math.inf, every_slot=every) for every in (False, True)
+        search._whole_layers_plan(large, Whole(2), math.inf, every_slot=every)
+        for every in (False, True)
     )
     assert usual is not None
     assert wide is not None
