@@ -54,7 +54,7 @@ OVER_BATCHES = (
         "h200-x4",
         "qwen2.5-14b",
         "h200-x4-batches/m{}.json",
-        "; ours with 64 cores, ZeRO-3 with 32 of them",
+        "; ours with 64 cores, the others with 32 of them",
         (1, 16),
     ),
 )

@@ -182,7 +182,8 @@ def test_the_ratio_compares_equal_batches() -> None:
         for batch in (4, 8)
     } | {
         f"{system}, on our H200, {batch} sequences"
-        for system in ("ours, qwen2.5-7b", "fsdp2_offload, qwen2.5-7b", "ours, qwen2.5-14b")
+        for model in ("qwen2.5-7b", "qwen2.5-14b")
+        for system in (f"ours, {model}", f"fsdp2_offload, {model}")
         for batch in (1, 16)
     }
 
