@@ -27,6 +27,7 @@ from started_ranks import Driver
 from whole_models import model_of
 
 from megatrain.experiments.baselines import fsdp2
+from megatrain.experiments import ranks as ranks_program
 from megatrain.experiments.ranks import batches_of, main
 from megatrain.runtime import machine, ranks
 from megatrain.runtime.execution.executor import Executor
@@ -205,6 +206,7 @@ def test_ranks_run_a_baseline_on_the_micro_batches_of_a_plan(
         (2, ["fsdp2"], "ranks: found 1; allowed: 2, the GPUs of the plan;"),
         (1, ["fsdp2", "--no-digest"], "--no-digest: found --system fsdp2; allowed: --system ours;"),
         (1, ["fsdp2", "--rate", "1"], "--rate: found --system fsdp2; allowed: --system ours;"),
+        (1, ["fsdp2", "--deterministic"], "--deterministic: found --system fsdp2; allowed: "),
     ],
 )
 def test_a_baseline_that_cannot_run_is_one_line(
@@ -245,6 +247,16 @@ def test_ranks_have_the_allocator_of_a_training_run(
         monkeypatch.delenv(name)
     assert main([saved_plan("one", accumulation=1), "--steps", "1", "--no-digest"]) == 0
     assert os.environ[machine._ALLOCATOR[0]] == "expandable_segments:True"
+
+
+@pytest.mark.parametrize("words", [[], ["--deterministic"]])
+def test_ranks_use_deterministic_kernels_if_they_are_told_to(
+    saved_plan: Callable[..., str], monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    calls = list[str]()
+    monkeypatch.setattr(ranks_program, "make_deterministic", lambda: calls.append("made"))
+    assert main([saved_plan("one", accumulation=1), "--steps", "1", "--no-digest", *words]) == 0
+    assert calls == (["made"] if words else [])
 
 
 def test_memory_of_each_rank_and_the_timeline_of_rank_0(
