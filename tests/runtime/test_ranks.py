@@ -26,8 +26,8 @@ from reference_step import Reference
 from started_ranks import Driver
 from whole_models import model_of
 
-from megatrain.experiments.baselines import fsdp2
 from megatrain.experiments import ranks as ranks_program
+from megatrain.experiments.baselines import fsdp2
 from megatrain.experiments.ranks import batches_of, main
 from megatrain.runtime import machine, ranks
 from megatrain.runtime.execution.executor import Executor
