@@ -41,7 +41,8 @@ nothing of the first one, because a climb from a better candidate may end at a w
 With clipping by update, there are two searches, one with state slots that hold a whole layer and
 one with the usual slots. The fastest result is returned.
 
-`polished` improves the result of these searches (`polishing.py`).
+`polished` improves the result of these searches (`polishing.py`). At last, it tries plans of step 7
+that keep the state of the head on the device, too, and climbs from the best one.
 
 With several GPUs, the plans are those of a rank, which owns a part of each layer. Layers on the
 device pass through slots too, and no layer is updated on the host.
@@ -80,7 +81,7 @@ from megatrain.simulator.planner.filling import (
     ranges,
     updated_like,
 )
-from megatrain.simulator.planner.polishing import Polishing
+from megatrain.simulator.planner.polishing import Polishing, if_faster
 from megatrain.simulator.planner.ranking import FINALISTS, TIE
 from megatrain.simulator.schedule.arithmetic import part_elements
 from megatrain.simulator.schedule.plan import Placement, Plan
@@ -174,6 +175,17 @@ class PlacementSearch(Polishing):
             return best or beyond
         best = self.polished(best)  # as `beyond` is
         return min(best, beyond, key=lambda estimate: estimate.step_seconds)
+
+    def polished(self, best: Estimate) -> Estimate:
+        """Returns what `Polishing.polished` returns, or a faster plan that also keeps the whole
+        state of the head on the device. It replaces nothing of the search, because a climb from
+        such a plan may end at a slower one.
+        """
+        best = super().polished(best)
+        time, plan = self._with_whole_head(self.time(best.plan), best.plan)
+        if plan == best.plan:
+            return best
+        return if_faster(self._estimate(self._polished(self._climbed(time, plan)[1])), best)
 
     def _from_beyond(self, usual: Sequence[Plan], limit_ns: float) -> Estimate | None:
         """Returns the best plan of a search with `_BEYOND` times the host memory, polished, if it
@@ -628,20 +640,36 @@ class PlacementSearch(Polishing):
         which update all streamed layers on the host and keep the whole state of the others on the
         device.
 
-        These plans differ in the number of layers on the device, in whether the head is one of
-        them, in the memory that holds layer inputs, and in the weight slots: as many as `plan` has,
-        or one for each streamed layer, so that it is loaded once a step. As many layers as fit save
-        their activations. Evenly spaced numbers of layers are tried first, and then the numbers
-        near the best one. `time` is the step time of `plan` in ns.
+        These plans differ in the number of layers on the device, in the memory that holds layer
+        inputs, and in the weight slots: as many as `plan` has, or one for each streamed layer, so
+        that it is loaded once a step. As many layers as fit save their activations. Evenly spaced
+        numbers of layers are tried first, and then the numbers near the best one. `time` is the
+        step time of `plan` in ns.
+        """
+        before = plan
+        time, plan = self._of_whole(time, plan)
+        limit = time / (_LEAST_HOST_GAIN if plan is before else TIE)
+        return self._fastest_whole(limit, plan, every_slot=True) or (time, plan)
+
+    def _with_whole_head(self, time: float, plan: Plan) -> tuple[float, Plan]:
+        """Returns the step time and the plan of the fastest of `plan` and plans like those of
+        `with_whole_layers` that also keep the whole state of the head on the device, if it is not
+        tied. `time` is the step time of `plan` in ns.
+        """
+        return (time, plan) if plan.model.tied else self._of_whole(time, plan, head=True)
+
+    def _of_whole(self, time: float, plan: Plan, *, head: bool = False) -> tuple[float, Plan]:
+        """Returns the step time and the plan of the fastest of `plan` and plans of `_fastest_whole`
+        that keep layer inputs where `plan` does, on the device, or on the host. The arguments are
+        those of `_fastest_whole`.
         """
         limit, placement = time / _LEAST_HOST_GAIN, plan.knobs.placement
-        places = dict.fromkeys((placement.offloaded_inputs, "", "all"))
-        for offloaded, head in itertools.product(places, (False, not plan.model.tied)):
+        for offloaded in dict.fromkeys((placement.offloaded_inputs, "", "all")):
             inputs = msgspec.structs.replace(placement, offloaded_inputs=offloaded)
             if faster := self._fastest_whole(limit, with_knobs(plan, placement=inputs), head=head):
                 time, plan = faster
                 limit = time / TIE
-        return self._fastest_whole(limit, plan, every_slot=True) or (time, plan)
+        return time, plan
 
     def _with_fewer_slots(self, time: float, plan: Plan) -> tuple[float, Plan]:
         """Returns the step time and the plan of the fastest of `plan` and plans with fewer slots.

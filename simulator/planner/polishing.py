@@ -67,13 +67,7 @@ class Polishing(Ranking):
         ]
         ends = [self._polished(plan) for plan in starts]
         found = [self._estimate(end) for end in ends if end not in starts]
-        polished = min(found, key=lambda entry: entry.step_seconds, default=best)
-        if polished.step_seconds >= best.step_seconds:
-            return best
-        runner_up = RunnerUp(
-            policy=best.plan.policy, knobs=best.plan.knobs, step_seconds=best.step_seconds
-        )
-        return msgspec.structs.replace(polished, runner_up=runner_up)
+        return if_faster(min(found, key=lambda entry: entry.step_seconds, default=best), best)
 
     def _polished(self, plan: Plan) -> Plan:
         """Returns the plan at the end of the steps of `polished` from `plan`."""
@@ -133,6 +127,16 @@ class Polishing(Ranking):
             kind, waited = _kind(other), found - self.lower_bound.step_ns(other)
             waiting[kind] = min(waiting.get(kind, math.inf), WAITING_NEARBY * waited)
         return best
+
+
+def if_faster(found: Estimate, best: Estimate) -> Estimate:
+    """Returns `found` with `best` as its runner-up if it is faster, and otherwise `best`."""
+    if found.step_seconds >= best.step_seconds:
+        return best
+    runner_up = RunnerUp(
+        policy=best.plan.policy, knobs=best.plan.knobs, step_seconds=best.step_seconds
+    )
+    return msgspec.structs.replace(found, runner_up=runner_up)
 
 
 def _kind(plan: Plan) -> tuple[object, ...]:
