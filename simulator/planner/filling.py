@@ -8,9 +8,10 @@
    attention output of as many recomputed layers as fit. If attention takes at least half, and layer
    inputs are offloaded, a third variant offloads the attention outputs that do not fit.
 3. Fill the rest of the memory with weights, gradients and optimizer state, greedily in each of
-   several orders. An order is a list of (class, layer) pairs: class by class, layer by layer, or
-   weights and gradients first. Layers come front to back, because the updates of the first layers
-   are due first. The state of later layers can stream in during the forward pass.
+   several orders. An order is a list of (class, layer) pairs: class by class, with gradients or low
+   halves as the second class, layer by layer, or weights and gradients first. Layers come front to
+   back, because the updates of the first layers are due first. The state of later layers can stream
+   in during the forward pass.
 4. State that stays on the device needs no slots. So compute the memory again, and fill the memory
    that has become free.
 5. Drop the plans that do not fit in device or host memory.
@@ -207,7 +208,8 @@ class Filling:
             # Low halves are loaded and stored beside the forward pass, gradients only loaded there.
             # If copies delay the forward pass, low halves save more time than gradients.
             urgent: tuple[StateClass, ...] = ("weights", "master_low", "gradients", "moments")
-            orders.append([(name, layer) for name in urgent for layer in layers])
+            if "master_low" in classes_of(plan):  # otherwise it is the first order
+                orders.append([(name, layer) for name in urgent for layer in layers])
         else:
             # The update of the embedding ends the step and overlaps with nothing. So the embedding
             # receives memory first, beginning with its moments, the largest part of its state.

@@ -163,12 +163,12 @@ class PlacementSearch(Polishing):
             # is at least as fast as the first plan of this one.
             first = self.first_ns(limit_ns) / _MOST_REFINED
             fastest = min(estimate.step_seconds * 1e9 for estimate in estimates)
-            limit_ns = min(limit_ns, max(fastest, first))
             other = PlacementSearch(self.plan, self.costs, more=True)
             known = set(usual)
             candidates = [plan for plan in other._usual() if plan not in known]
-            if estimate := other._best_of(candidates, limit_ns):
+            if estimate := other._best_of(candidates, min(limit_ns, max(fastest, first))):
                 estimates.append(estimate)
+            limit_ns = min(limit_ns, fastest)
         best = min(estimates, key=lambda estimate: estimate.step_seconds, default=None)
         beyond = self._from_beyond(usual, limit_ns)
         if best is None or beyond is None:
@@ -761,7 +761,6 @@ class PlacementSearch(Polishing):
         Returns None if it does not fit, if it streams no layer that the host can update, or if it
         would take `limit_ns` or more even if all layers saved their activations.
         """
-
         whole = self._whole(plan, kept, every_slot=every_slot)
         if (
             not whole.placed("host_updated")
@@ -785,24 +784,25 @@ class PlacementSearch(Polishing):
         """Returns the smallest and the largest number of decoder layers with which `_whole` of
         `plan` may fit.
 
-        With fewer layers, the host has too little memory. With more, the device has too little even
-        if no layer saves its activations, or the host has no layer to update. The largest is 0 if
-        no layer fits the device.
+        With fewer layers, the host has too little memory even if all layers save their activations
+        and so offload no inputs. With more, the device has too little even if no layer saves them,
+        or the host has no layer to update. The largest is 0 if no layer fits the device.
         """
 
-        def whole(count: int) -> Account:
-            kept = self._whole(plan, Whole(count, head), every_slot=every_slot)
-            return self.filling.account(_saving(kept, 0))
+        def account(count: int, saved: int) -> Account:
+            whole = self._whole(plan, Whole(count, head), every_slot=every_slot)
+            return self.filling.account(_saving(whole, saved))
 
         most = bisect.bisect_left(
             range(1, len(plan.model.stack) - 1 - head),
             True,
-            key=lambda count: whole(count).device_peak_bytes > plan.device_limit_bytes,
+            key=lambda count: account(count, 0).device_peak_bytes > plan.device_limit_bytes,
         )
+        layers = plan.model.layers
         least = bisect.bisect_left(
             range(most),
             True,
-            key=lambda count: whole(count).host_peak_bytes <= plan.host_limit_bytes,
+            key=lambda count: account(count, layers).host_peak_bytes <= plan.host_limit_bytes,
         )
         return least, most
 

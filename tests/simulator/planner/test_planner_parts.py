@@ -22,7 +22,7 @@ from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner import filling as filling_module
-from megatrain.simulator.planner import slot_search
+from megatrain.simulator.planner import placement_search, slot_search
 from megatrain.simulator.planner.assessment import assess, plan_account, with_knobs
 from megatrain.simulator.planner.batch_splits import _quick, splits
 from megatrain.simulator.planner.capacity import _closest, _enough, _merged, _most, resized, usable
@@ -913,15 +913,90 @@ def test_numbers_of_whole_layers_leave_the_host_a_layer_to_update(
         assert search._whole_counts(tight) == (least, 4 if tied else 5)
 
 
-def test_the_head_may_be_one_of_the_whole_layers(make_plan: MakePlan) -> None:
+@pytest.mark.parametrize("every_slot", [False, True])
+@pytest.mark.parametrize("spare", [-1, 0])
+def test_the_most_whole_layers_fit_exactly(
+    make_plan: MakePlan, spare: int, every_slot: bool
+) -> None:
+    """Weight slots for all streamed layers leave memory for fewer whole layers."""
+    plan = streaming(make_plan)
+    search = PlacementSearch(plan, cost_model(H200, plan.model, plan.workload))
+    peaks = [
+        search.filling.account(
+            search._whole(plan, Whole(count), every_slot=every_slot)
+        ).device_peak_bytes
+        for count in range(6)
+    ]
+    assert peaks == sorted(set(peaks))
+    tight = msgspec.structs.replace(plan, device_limit_bytes=peaks[3] + spare)
+    assert search._whole_counts(tight, every_slot=every_slot) == (0, 3 + spare)
+
+
+def test_numbers_of_whole_layers_count_inputs_that_saved_layers_do_not_offload(
+    make_plan: MakePlan,
+) -> None:
+    plan = placed(streaming(make_plan), offloaded_inputs="all")
+    search = PlacementSearch(plan, cost_model(H200, plan.model, plan.workload))
+    whole = search.filling.whole(plan, Whole(0))
+    saving = placement_search._saving(whole, 5)
+    needed = search.filling.account(saving).host_peak_bytes
+    assert needed < search.filling.account(whole).host_peak_bytes
+    tight = msgspec.structs.replace(plan, host_limit_bytes=needed)
+    assert search._whole_counts(tight) == (0, 5)
+    assert search._whole_layers_plan(tight, Whole(0), math.inf) is not None
+
+
+@pytest.mark.parametrize(
+    ("tied", "kept", "updated"),
+    [
+        (False, Whole(2), {"2", "3", "4", "h"}),
+        (False, Whole(2, head=True), {"2", "3", "4"}),
+        (False, Whole(0, head=True), {"0", "1", "2", "3", "4"}),
+        (False, Whole(5), {"h"}),
+        (True, Whole(2), {"2", "3", "4"}),
+        (True, Whole(0), {"0", "1", "2", "3", "4"}),
+    ],
+)
+def test_whole_layers_may_include_the_head(
+    make_plan: MakePlan, tied: bool, kept: Whole, updated: set[str]
+) -> None:
+    """Neighbours keep one layer more or less on the device, and the head if the plan does."""
+    plan = streaming(make_plan, tied=tied)
+    filling = a_filling(plan)
+    whole = filling.whole(plan, kept)
+    assert whole.placed("host_updated") == updated
+    assert filling.kept_whole(whole) == kept
+    near = {filling.kept_whole(other) for other in filling.neighbours(whole)} - {None}
+    assert {entry.head for entry in near if entry} == {kept.head}
+    assert {entry.layers for entry in near if entry} >= {
+        count
+        for count in (kept.layers - 1, kept.layers + 1)
+        if 0 <= count <= (4 if tied or kept.head else 5)
+    }
+
+
+def test_weights_without_the_embedding_are_no_whole_layers(make_plan: MakePlan) -> None:
     plan = streaming(make_plan)
     filling = a_filling(plan)
-    for kept, updated in ((Whole(2, head=True), {"2", "3", "4"}), (Whole(5), {"h"})):
-        whole = filling.whole(plan, kept)
-        assert whole.placed("host_updated") == updated
-        assert filling.kept_whole(whole) == kept
+    assert filling.kept_whole(host_updating(plan)) is None
+    only_head = host_updating(placed(plan, weights="h"))
+    assert filling.kept_whole(only_head) is None
+
+
+def test_one_layer_more_stays_whole_in_fewer_slots(
+    make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fewer slots are tried with as many whole layers as the plan has and with one more."""
+    plan = streaming(make_plan, weight_slots=2, gradient_slots=2, state_slots=4)
     search = PlacementSearch(plan, cost_model(H200, plan.model, plan.workload))
-    assert search._whole_counts(plan, head=True) == (0, 4)
+    whole = search.filling.whole(plan, Whole(1, head=True))
+    tried = list[Whole]()
+    monkeypatch.setattr(placement_search, "_LEAST_FREED", -1.0)
+    monkeypatch.setattr(
+        search, "_whole_layers_plan", lambda _plan, kept, _limit_ns: tried.append(kept)
+    )
+    assert search._with_fewer_slots(1.0, whole) == (1.0, whole)
+    assert set(tried) == {Whole(1, head=True), Whole(2, head=True)}
 
 
 def test_numbers_of_whole_layers_are_from_none_to_all(
