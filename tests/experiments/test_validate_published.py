@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import tomllib
 from pathlib import Path
 
@@ -471,3 +472,37 @@ def test_settings_refuse_unknown_keys() -> None:
             },
             Setting,
         )
+
+
+@pytest.mark.parametrize(
+    ("page", "first"),
+    [
+        ("experiments/results/published/README.md", "our measurements: all"),
+        ("docs/accuracy.md", "our measurements of other systems"),
+    ],
+)
+def test_the_tables_of_our_measurements_have_the_printed_errors(
+    capsys: pytest.CaptureFixture[str], page: str, first: str
+) -> None:
+    """Both pages have the rows, and the absolute and symmetric errors, of the command."""
+    assert main([]) == 0
+    printed = capsys.readouterr().out
+    counted = re.search(r"^rows (\d+),", printed, re.MULTILINE)
+    assert counted is not None
+    lines = printed[printed.index("\nour measurements  ") :].splitlines()[2:]
+    errors = {
+        group: numbers
+        for name, group, *numbers in (re.split(r"  +", line.strip()) for line in lines[:7])
+        if name == "all"
+    }
+    text = (Path(__file__).parents[2] / page).read_text()
+    assert re.search(rf"\b{counted[1]}\srows", text), "the number of all rows"
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in text[text.index(f"| {first} |") :].split("\n\n")[0].splitlines()
+    ]
+    groups = {"": "all", "a step": "speed"}
+    for name, *cells in rows:
+        part = name.removeprefix(first).strip(": .")
+        numbers = [cell.replace(" %", "%") for cell in cells]
+        assert numbers == errors[groups.get(part, part)][: len(numbers)], name
