@@ -83,7 +83,8 @@ def run(
     if deterministic:
         make_deterministic()
     device = default_device()
-    with joined(plan, device, settings, steps, rate, timeout_s=timeout_s) as ranks:
+    chosen = {"steps": steps, "rate": rate}
+    with joined(plan, device, settings, chosen, timeout_s=timeout_s) as ranks:
         show = ranks is None or ranks.rank == 0
         with Executor(plan, config_of(plan.model), settings, device, ranks=ranks) as executor:
             executor.state.load(random_weights(0, device))

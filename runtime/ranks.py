@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -55,7 +55,7 @@ _NCCL_TIMEOUT = timedelta(hours=2)
 """Time limit of NCCL for a collective of a step. NCCL counts from the time when the collective is
 enqueued, which can be a whole step before it runs.
 """
-_TRAIN = "-m megatrain train PLAN --out RUN ..."
+_TRAIN = "-m megatrain train ..."
 _CALIBRATE = "-m megatrain calibrate --several HARDWARE --out NEW"
 
 
@@ -232,19 +232,27 @@ class Ranks:
         )
         return whole
 
-    def agree(self, what: str, value: str) -> None:
-        """Raises UserError on every rank unless `value` is the same on all ranks. `what` is the
-        name of the value in the error message.
+    def agree(
+        self,
+        named: Mapping[str, str],
+        fix: str = "start all ranks with the same plan, settings and version",
+    ) -> None:
+        """Raises UserError on every rank unless `named` is the same on all ranks.
+
+        Args:
+            named: Name of a value -> the value. The error names the first that differs.
+            fix: What the user can do, for the error.
         """
-        values = self.values(value)
-        other = next((rank for rank, text in enumerate(values) if text != values[0]), None)
-        if other is not None:
-            raise UserError(
-                f"ranks: {what}",
-                found=f"{values[other]} on rank {other}",
-                allowed=f"{values[0]}, as on rank 0",
-                fix="start all ranks with the same plan, settings and version",
-            )
+        values: list[dict[str, str]] = self.values(named)
+        for rank, other in enumerate(values):
+            for name in {**values[0], **other}:
+                if other.get(name) != values[0].get(name):
+                    raise UserError(
+                        f"ranks: {name}",
+                        found=f"{other.get(name, 'none')} on rank {rank}",
+                        allowed=f"{values[0].get(name, 'none')}, as on rank 0",
+                        fix=fix,
+                    )
 
     def signalled(self) -> bool:
         """Returns whether a signal has asked any rank to stop (`Board.signalled`)."""
@@ -461,12 +469,18 @@ def _start(plan: Plan | WithoutPlan) -> str:
     """Returns the command that starts the ranks of `plan`. With several hosts, it is the command
     for each of them.
     """
+    return f"{launcher(plan)} {_TRAIN if isinstance(plan, Plan) else _CALIBRATE}"
+
+
+def launcher(plan: Plan | WithoutPlan) -> str:
+    """Returns the command with `torchrun` that starts a program for each rank of `plan` on a host,
+    without the program.
+    """
     if plan.hosts == 1:
-        command = _TRAIN if isinstance(plan, Plan) else _CALIBRATE
-        return f"torchrun --standalone --nproc-per-node {plan.gpus} {command}"
+        return f"torchrun --standalone --nproc-per-node {plan.gpus}"
     return (
         f"torchrun --nnodes {plan.hosts} --nproc-per-node {plan.gpus_per_host} --rdzv-backend c10d"
-        f" --rdzv-endpoint HOST:PORT {_TRAIN}"
+        " --rdzv-endpoint HOST:PORT"
     )
 
 
@@ -500,15 +514,42 @@ def check_started(plan: Plan | WithoutPlan) -> None:
         )
 
 
-def identity(plan: Plan | WithoutPlan, *more: object) -> str:
-    """Returns a digest of `more` and of the fields of `plan` that decide what a step computes."""
+def identity(plan: Plan | WithoutPlan, *more: object) -> dict[str, str]:
+    """Returns what must be the same on all ranks, as text by name: a digest of the fields of `plan`
+    that decide what a step computes, the version of PyTorch, and `more`.
+
+    The entries of a mapping in `more`, and the fields of a struct and of its structs, have names of
+    their own.
+    """
     blank = (
         msgspec.structs.replace(plan, hardware="", source="", prediction=None)
         if isinstance(plan, Plan)
         else plan
     )
-    text = msgspec.json.encode([blank, str(torch.__version__), *map(repr, more)])
-    return hashlib.sha256(text).hexdigest()[:16]
+    named = {
+        "plan": hashlib.sha256(msgspec.json.encode(blank)).hexdigest()[:16],
+        "version of PyTorch": str(torch.__version__),
+    }
+    for place, value in enumerate(more, 1):
+        if isinstance(value, msgspec.Struct):
+            named |= _fields(value)
+        elif isinstance(value, Mapping):
+            named |= {str(name): repr(entry) for name, entry in value.items()}
+        else:
+            named[f"setting {place}"] = repr(value)
+    return named
+
+
+def _fields(value: msgspec.Struct, prefix: str = "") -> dict[str, str]:
+    """Returns the fields of a struct, and of the structs in it, as text by their dotted names."""
+    named = dict[str, str]()
+    for name in value.__struct_fields__:
+        field = getattr(value, name)
+        if isinstance(field, msgspec.Struct):
+            named |= _fields(field, f"{prefix}{name}.")
+        else:
+            named[f"{prefix}{name}"] = repr(field)
+    return named
 
 
 @contextlib.contextmanager
@@ -575,8 +616,7 @@ def joined(
             file.unlink()
             if ranks._mirror is not None:
                 ranks._mirror.start()
-            what = "plan" if isinstance(plan, Plan) else "settings"
-            ranks.agree(what, identity(plan, *more))
+            ranks.agree(identity(plan, *more))
             yield ranks
         except BaseException as error:
             ranks.stopping(error)
@@ -643,5 +683,6 @@ def refuse_without_ranks(plan: Plan, ranks: Ranks | None) -> None:
             "plan: gpus",
             found=plan.gpus,
             allowed="1 in a single process",
-            fix=f"start the ranks with `{_start(plan)}`, or plan for one GPU",
+            fix=f"start the ranks with `{_start(plan)}`, or plan for one GPU; from Python, pass"
+            " `ranks`, which `joined` of megatrain.runtime.ranks yields",
         )

@@ -175,8 +175,10 @@ def _settings(folder: Path) -> dict[str, str]:
     }
     summaries = read_summaries(folder)
     flat |= {f"tokens of the {name} data": f"{data.tokens:,}" for name, data in summaries.items()}
+    flat |= {"plan.gpus": str(plan.gpus), "plan.hosts": str(plan.hosts)}
     flat["plan.device_limit"] = format_bytes(plan.device_limit_bytes)
-    flat["plan.host_limit"] = format_bytes(plan.host_limit_bytes)
+    # That of a host, because a plan has the part of each rank.
+    flat["plan.host_limit"] = format_bytes(plan.host_limit_bytes * plan.gpus_per_host)
     return flat
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+import shlex
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -21,6 +23,7 @@ from megatrain.runtime.files.model_folder import CHAT_TEMPLATE
 from megatrain.runtime.layers.functional_layers import config_of
 from megatrain.runtime.machine import default_device, device_bytes, host_bytes, make_deterministic
 from megatrain.runtime.memory.fitting import refuse_what_does_not_fit
+from megatrain.runtime.ranks import Ranks
 from megatrain.runtime.training.callback import EvaluationResult
 from megatrain.runtime.training.config import Config
 from megatrain.runtime.training.opening import find_model, packing_of
@@ -29,6 +32,9 @@ from megatrain.simulator.base.units import counted
 from megatrain.simulator.hardware.machine import is_calibrated
 from megatrain.simulator.schedule.arithmetic import own_micro_batches
 from megatrain.simulator.schedule.plan import Plan
+
+SAME_DATA = "give all ranks the same data; on several hosts, each reads its own copy"
+"""What a user can do if the data of ranks differs."""
 
 
 def evaluate(
@@ -79,6 +85,35 @@ def evaluate(
     )
 
 
+def same_batches(batches: Iterable[Batch], accumulation: int, ranks: Ranks) -> Iterator[Batch]:
+    """Yields `batches` of this rank, in groups of `accumulation`. Every rank must consume them at
+    the same time.
+
+    Otherwise ranks with different data would compute a loss of no data at all, or wait for each
+    other for ever. Raises UserError on every rank if a group differs between ranks, or if a rank
+    has more groups than another.
+    """
+    left, number = iter(batches), 0
+    while True:
+        number += 1
+        group = list(itertools.islice(left, accumulation))
+        found = f"group {number} of micro-batches: {_checksum(group)}" if group else "no more data"
+        ranks.agree({"evaluation data": found}, SAME_DATA)
+        if not group:
+            return
+        yield from group
+
+
+def _checksum(group: Sequence[Batch]) -> str:
+    """Returns a checksum of the tensors of micro-batches, as text."""
+    value = 0
+    for batch in group:
+        for tensor in batch:
+            if isinstance(tensor, torch.Tensor):
+                value = zlib.crc32(tensor.detach().cpu().contiguous().numpy().tobytes(), value)
+    return f"{value:08x}"
+
+
 def evaluate_run(
     run: Path,
     data: tuple[str, ...],
@@ -113,7 +148,8 @@ def evaluate_run(
             str(run),
             found=f"a run on {plan.gpus} GPUs",
             allowed="a run on one GPU",
-            fix="pass the data to `train` with --evaluation-data, which evaluates on all GPUs",
+            fix="use a run on one GPU with the model of this one, `megatrain eval RUN --model"
+            f" {shlex.quote(str(run / 'model'))} --data DATA`, or train with --evaluation-data",
         )
     source = model or model_to_evaluate(run)
     device = device or default_device()

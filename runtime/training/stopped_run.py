@@ -6,6 +6,7 @@ This module does not import torch, so a command can refuse a folder at once.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 import zlib
@@ -18,6 +19,7 @@ import msgspec
 from megatrain.runtime.checkpoint.stored_steps import stored_steps
 from megatrain.runtime.files.exported_models import newest_model
 from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.schedule.plan import Plan
 
 
 class _Row(msgspec.Struct):
@@ -81,9 +83,18 @@ def last_checkpoint(run: Path) -> int:
 
 
 def command_to_continue(run: Path) -> str:
-    """Returns the command that continues `run`, or begins it again if it has no checkpoint."""
+    """Returns the command that continues `run`, or begins it again if it has no checkpoint. With
+    several ranks, it begins with `torchrun`.
+    """
     again = "" if last_checkpoint(run) else " --from-scratch"
-    return f"megatrain train --resume {shlex.quote(str(run))}{again}"
+    command = f"megatrain train --resume {shlex.quote(str(run))}{again}"
+    with contextlib.suppress(UserError, OSError):
+        plan = Plan.load(run / "plan.toml")
+        if plan.gpus > 1:
+            from megatrain.runtime.ranks import launcher  # slow
+
+            return f"{launcher(plan)} -m {command}"
+    return command
 
 
 def how_to_continue(run: Path | None) -> str:

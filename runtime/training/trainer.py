@@ -50,7 +50,7 @@ from megatrain.runtime.memory.fitting import little_memory_note, refuse_what_doe
 from megatrain.runtime.ranks import Ranks
 from megatrain.runtime.training.callback import Callback, CallbackError, EvaluationResult, Step
 from megatrain.runtime.training.config import Config, checked, with_data
-from megatrain.runtime.training.evaluating import evaluate
+from megatrain.runtime.training.evaluating import SAME_DATA, evaluate, same_batches
 from megatrain.runtime.training.interruption import Interruption
 from megatrain.runtime.training.notes import (
     best_checkpoints_note,
@@ -449,8 +449,14 @@ class Trainer(TrainingRun):
         with self._ranks.in_turn() if self._ranks else contextlib.nullcontext():
             data, held_out = self._prepare()
         if self._ranks is not None:
-            self._ranks.agree("data", str(self._settings.get("data.digest")))
-            self._ranks.agree("steps", str(self.config.training.steps))
+            self._ranks.agree(
+                {
+                    "data": str(self._settings.get("data.digest")),
+                    "evaluation data": "none" if held_out is None else self._evaluation_digest,
+                },
+                SAME_DATA,
+            )
+            self._ranks.agree({"steps": str(self.config.training.steps)})
         for note in self._notes:
             self.note(note)
         self._notes = []
@@ -545,6 +551,13 @@ class Trainer(TrainingRun):
             return leading_value
         self._ranks.send(value)
         return value
+
+    def _of_any_rank(self, reason: str) -> str:
+        """Returns the first `reason` that is not empty, of all ranks in their order."""
+        led = self._led(reason)
+        if self._ranks is None:
+            return led
+        return next(filter(None, self._ranks.values(reason)), "")
 
     def _interrupted(self, interruption: Interruption) -> bool:
         """Returns whether a signal was received, by any rank if there are several."""
@@ -757,7 +770,7 @@ class Trainer(TrainingRun):
                 progress=self._run_progress(owed),
             )
             self._notify_after("on_step", step, done)
-            self._stopped = self._led(self._stopped)
+            self._stopped = self._of_any_rank(self._stopped)
             self.finished = number == steps or bool(self._stopped)
             evaluate, save = (
                 self.finished or (interval > 0 and number % interval == 0) for interval in every
@@ -853,6 +866,14 @@ class Trainer(TrainingRun):
         if isinstance(data, Corpus):
             return data.micro_batches(number, places)
         batches = data.step(number)
+        planned = self.plan.workload.accumulation
+        if len(batches) != planned:
+            raise UserError(
+                "data",
+                found=f"{len(batches)} micro-batches on rank {self._ranks.rank}",
+                allowed=f"{planned}, as planned for all ranks together",
+                fix="return all micro-batches of the step on each rank, which takes its own",
+            )
         return [batches[place] for place in places]
 
     def _switch(self, run: RunState, *, saved: bool) -> None:
@@ -954,12 +975,17 @@ class Trainer(TrainingRun):
     ) -> EvaluationResult | None:
         """Evaluates the weights after step `number` on `held_out`.
 
-        Returns None if a signal interrupted the evaluation.
+        Returns None if a signal interrupted the evaluation. With several ranks, raises UserError on
+        all of them if their micro-batches differ.
         """
+        accumulation = self.plan.workload.accumulation
+        batches = held_out.batches()
+        if self._ranks is not None:
+            batches = same_batches(batches, accumulation, self._ranks)
         return evaluate(
             self.executor,
-            held_out.batches(),
-            accumulation=self.plan.workload.accumulation,
+            batches,
+            accumulation=accumulation,
             number=number,
             over_steps=self.config.evaluation.over_steps,
             stop=lambda: self._interrupted(interruption),

@@ -30,6 +30,7 @@ from megatrain.experiments import ranks as ranks_program
 from megatrain.experiments.baselines import fsdp2
 from megatrain.experiments.ranks import batches_of, main
 from megatrain.runtime import machine, ranks
+from megatrain.runtime.batch import Batch
 from megatrain.runtime.execution.executor import Executor
 from megatrain.runtime.execution.preflight import preflight
 from megatrain.runtime.files.model_files import random_weights
@@ -38,7 +39,8 @@ from megatrain.runtime.machine import default_device
 from megatrain.runtime.optimizer.adamw import row_sums, sum_of_rows, sum_of_squares
 from megatrain.runtime.optimizer.settings import AdamW
 from megatrain.runtime.rank_board import Board
-from megatrain.runtime.ranks import RankLost, Ranks, identity, joined
+from megatrain.runtime.ranks import RankLost, Ranks, WithoutPlan, identity, joined
+from megatrain.runtime.training.evaluating import same_batches
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.policies import lower
 from megatrain.simulator.schedule.arithmetic import NORM_ROW
@@ -305,9 +307,7 @@ def test_a_rank_with_another_plan_is_refused(
         lines = [
             line for line in driver.printed(rank).splitlines() if line.startswith("megatrain: ")
         ]
-        mine, theirs = (
-            identity(Plan.load(Path(each)), SETTINGS, 3, 1e-2) for each in (plan, other)
-        )
+        mine, theirs = (identity(Plan.load(Path(each)))["plan"] for each in (plan, other))
         assert lines == [
             f"megatrain: ranks: plan: found {theirs} on rank 1;"
             f" allowed: {mine}, as on rank 0; fix: start all"
@@ -335,16 +335,68 @@ def test_wrong_options_are_refused_in_one_line(
     assert printed.startswith(f"megatrain: {line}")
 
 
-@pytest.mark.parametrize("words", [["--rate", "0.5"], ["--steps", "2"]])
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--rate", "0.5"], "rate: found 0.5 on rank 1; allowed: 0.01, as on rank 0"),
+        (["--steps", "2"], "steps: found 2 on rank 1; allowed: 3, as on rank 0"),
+    ],
+)
 def test_a_rank_with_another_rate_or_other_steps_is_refused(
-    driver: Driver, saved_plan: Callable[..., str], words: list[str]
+    driver: Driver, saved_plan: Callable[..., str], words: list[str], named: str
 ) -> None:
     plan = saved_plan("plan", gpus=2, accumulation=2)
     driver.start([[[plan]], [[plan, *words]]])
     assert driver.wait() == [2, 2]
     for rank in range(2):
         assert results(driver.printed(rank)) == []
-        assert "megatrain: ranks: plan: found " in driver.printed(rank)
+        assert f"megatrain: ranks: {named}" in driver.printed(rank)
+
+
+def test_what_ranks_compare_has_names() -> None:
+    named = identity(WithoutPlan(2), AdamW(max_norm=0.5), {"steps": 3}, "other")
+    assert (named["max_norm"], named["steps"], named["setting 3"]) == ("0.5", "3", "'other'")
+    assert named["version of PyTorch"] == torch.__version__
+
+
+def ranks_with(*others: Any) -> Ranks:
+    """Returns rank 0 of several ranks. `values` then has its value and those of the others."""
+    found = Ranks(0, 1 + len(others), [0] * (1 + len(others)))
+    found.values = lambda value: [value, *others]  # type: ignore[method-assign]
+    return found
+
+
+def test_the_first_value_that_differs_is_named() -> None:
+    same = {"data": "1", "steps": "2"}
+    ranks_with(same, same).agree(same)
+    for other, named in (
+        ({"data": "1", "steps": "3"}, "ranks: steps: found 3 on rank 2; allowed: 2, as on rank 0"),
+        ({"data": "1"}, "ranks: steps: found none on rank 2; allowed: 2, as on rank 0"),
+        ({**same, "seed": "4"}, "ranks: seed: found 4 on rank 2; allowed: none, as on rank 0"),
+    ):
+        with pytest.raises(UserError, match=f"^{re.escape(named)}; fix: give more$"):
+            ranks_with(same, other).agree(same, "give more")
+
+
+def test_evaluation_batches_are_compared_group_by_group() -> None:
+    batches = [Batch(torch.full((1, 4), number), torch.zeros(1, 4).long()) for number in range(5)]
+
+    class Recorder(Ranks):
+        def values(self, value: Any) -> list[Any]:
+            shown.append(value["evaluation data"])
+            return [value, others[len(shown) - 1] if others else value]
+
+    others, shown = list[Any](), list[str]()
+    same = Recorder(0, 2, [0, 0])
+    assert list(same_batches(batches, 2, same)) == batches
+    *groups, last = shown
+    assert last == "no more data"
+    assert len(set(groups)) == 3
+    for changed in (groups[1] + "0", last):
+        others, shown = [{"evaluation data": each} for each in (groups[0], changed)], []
+        with pytest.raises(UserError, match=r"^ranks: evaluation data: found "):
+            list(same_batches(batches, 2, same))
+        assert len(shown) == 2
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,10 @@ def ranks_of(
 
     from megatrain.runtime.ranks import joined
 
-    with joined(
-        plan, options.device(args), config, args.from_step, args.from_scratch, bool(args.resume)
-    ) as ranks:
+    chosen = {
+        "--from-step": args.from_step,
+        "--from-scratch": args.from_scratch,
+        "whether to resume": bool(args.resume),
+    }
+    with joined(plan, options.device(args), config, chosen) as ranks:
         yield ranks

@@ -83,6 +83,7 @@ class StepComparison(Callback):
         advice = advice_on(
             calibrated=is_calibrated(trainer.origin / trainer.plan.hardware),
             recalibrates=self._recalibrates,
+            gpus=trainer.plan.gpus,
         )
         for note in describe_difference(report, trainer.executor.schedule, advice=advice):
             trainer.note(note)
@@ -144,7 +145,9 @@ class RangeWatch(Callback):
             return ""
         count, word = (longer, "longer") if longer >= OUTSIDE else (shorter, "shorter")
         calibrated = is_calibrated(trainer.origin / trainer.plan.hardware)
-        advice = advice_on(calibrated=calibrated, recalibrates=self._recalibrates)
+        advice = advice_on(
+            calibrated=calibrated, recalibrates=self._recalibrates, gpus=trainer.plan.gpus
+        )
         if calibrated and not self._recalibrates:
             advice = f"{_USUAL}; {advice}"
         return (
@@ -216,14 +219,20 @@ def describe_difference(report: ErrorReport, schedule: Schedule, *, advice: str)
     return [line, _explained(report, schedule), advice] if error < -LARGE else [line]
 
 
-def advice_on(*, calibrated: bool, recalibrates: bool) -> str:
+def advice_on(*, calibrated: bool, recalibrates: bool, gpus: int = 1) -> str:
     """Returns one line that says how to get a better prediction.
 
     Args:
         calibrated: whether the machine was measured, and does not come from the library.
         recalibrates: whether the command measures the machine itself and has the option
             `--recalibrate`.
+        gpus: the number of GPUs of the plan.
     """
+    if calibrated and gpus > 1:
+        return (
+            "measure the GPUs together with `megatrain calibrate --several`"
+            " (docs/several_gpus.md), and plan again"
+        )
     if not calibrated:
         return (
             "the plan is for a machine of the library: measure this one with `megatrain"

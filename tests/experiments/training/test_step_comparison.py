@@ -144,6 +144,8 @@ def test_the_advice_names_only_options_of_the_command() -> None:
     assert "`--recalibrate`" in advice_on(calibrated=True, recalibrates=True)
     assert "`megatrain calibrate`, and plan again" in advice_on(calibrated=True, recalibrates=False)
     assert "machine of the library" in advice_on(calibrated=False, recalibrates=True)
+    together = advice_on(calibrated=True, recalibrates=False, gpus=2)
+    assert "`megatrain calibrate --several`" in together
 
 
 CALIBRATED = (

@@ -10,6 +10,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -194,7 +196,8 @@ def test_ranks_with_other_data_or_a_taken_folder_end(driver: Driver) -> None:
     mine = ("--out", "run", *WORDS, "--steps", "1")
     driver.start([[["train", "2.toml", *each]] for each in (mine, other)], folder=os.getcwd())
     assert driver.wait() == [2, 2]
-    assert "ranks: plan: found " in driver.printed(1)
+    found = f"ranks: data.data: found '{Path('corpus/one.txt').absolute()}' on rank 1; allowed: '"
+    assert found in driver.printed(1)
     Path("run").mkdir(exist_ok=True)
     Path("run", "notes.txt").write_text("mine")
     on(driver, 2, ("2.toml", *mine))
@@ -359,3 +362,87 @@ def test_ranks_that_do_not_see_the_folder_of_rank_0_are_refused(
         assert "on host 1, " in line
         assert "allowed: a folder on storage that all hosts share" in line
     assert (sorted(plans.rglob("*")), sorted(other.rglob("*"))) == before
+
+
+def test_ranks_with_other_evaluation_data_are_refused(
+    plans: Path, tmp_path: Path, driver: Driver
+) -> None:
+    """Each host reads its own copy, at the same path. Without this, the loss would be one of no
+    data, or the ranks would wait for each other for ever.
+    """
+    other = tmp_path / "other host"
+    shutil.copytree(plans, other)
+    for host, text in ((plans, "some text to evaluate. "), (other, "some other text to judge. ")):
+        (host / "held.txt").write_text(20 * text)
+    words = ["train", "2x1.toml", "--out", str(plans / "run"), "--data", str(plans / "corpus")]
+    words += [*WORDS[2:], "--steps", "1", "--evaluation-data", "/proc/self/cwd/held.txt"]
+    driver.start([[words]] * 2, folders=[str(plans), str(other)])
+    assert driver.wait() == [2, 2]
+    for rank in range(2):
+        (line,) = [each for each in driver.printed(rank).splitlines() if "megatrain: " in each]
+        assert line.startswith("megatrain: ranks: evaluation data: found ")
+        assert "on several hosts, each reads its own copy" in line
+    assert not list(plans.glob("run/checkpoints/*"))
+
+
+@pytest.mark.usefixtures("plans")
+def test_the_command_that_continues_starts_all_ranks(driver: Driver) -> None:
+    on(driver, 2, ("2.toml", "--out", "run", *WORDS, "--steps", "100000"), interrupted_at=7)
+    assert driver.wait() == [143, 143], driver.printed(0)
+    assert (
+        "continue with: torchrun --standalone --nproc-per-node 2 -m megatrain train --resume run"
+        in driver.printed(0)
+    )
+    assert cli.main(["train", "--resume", "run"]) == 2
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+import msgspec
+import torch
+from megatrain.runtime import Callback, Config, Trainer
+from megatrain.runtime.ranks import joined
+from megatrain.simulator import Plan
+
+device = torch.device("cpu")
+config = Config.load(Path("alone/config.toml"))
+with joined(Plan.load(Path("2.toml")), device, config) as ranks:
+    if sys.argv[1] == "stop":
+        class Stops(Callback):
+            def on_step(self, trainer, step):
+                if ranks.rank == 1 and step.number == 2:
+                    trainer.stop("rank 1 has seen enough")
+        more = {"callbacks": [Stops()]}
+    else:
+        class Few:
+            def step(self, number):
+                return []
+        more = {"data": Few()}
+        config = msgspec.structs.replace(config, data=type(config.data)())
+    trainer = Trainer("2.toml", config=config, out="run", device=device, ranks=ranks, **more)
+    print(ranks.rank, trainer.fit().stopped)
+"""
+"""A program for two ranks. Its argument says what rank 1 does."""
+
+
+@pytest.mark.parametrize(
+    ("what", "line"),
+    [
+        ("stop", "0 rank 1 has seen enough"),
+        ("few", "data: found 0 micro-batches on rank 0; allowed: 8, as planned for all ranks"),
+    ],
+)
+@pytest.mark.usefixtures("plans")
+def test_ranks_of_a_script_are_one_training(what: str, line: str) -> None:
+    """Rank 1 alone stops the training of both. Too few micro-batches have an error with a name."""
+    assert cli.main(["train", "1.toml", "--out", "alone", *WORDS, "--steps", "4"]) == 0
+    Path("script.py").write_text(SCRIPT)
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py"]
+    outcome = subprocess.run(
+        [sys.executable, *words, what], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert line in outcome.stdout + outcome.stderr
+    if what == "stop":
+        assert outcome.returncode == 0, outcome.stderr
+        assert [row["step"] for row in metrics("run")] == [1, 2]
