@@ -8,10 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from megatrain.experiments.cli.training import step_comparison
 from megatrain.experiments.run_report import compared_run
+from megatrain.experiments.run_report.several_runs import _settings
 from megatrain.experiments.run_report.why import rivals
 from megatrain.simulator.base.units import format_seconds
 from megatrain.simulator.costs import cost_model
@@ -91,3 +93,20 @@ def test_a_verdict_has_the_waits_of_several_gpus(choice: Choice) -> None:
     shares = described(choice, MACHINE, kernel_chosen=False).step_shares
     assert sum(shares.values()) == pytest.approx(1)
     assert shares["nothing_else"] < 0.02
+
+
+def test_runs_on_other_numbers_of_gpus_are_told_apart(choice: Choice, tmp_path: Path) -> None:
+    """The limit of host memory is that of a host, which the ranks divide."""
+    found = []
+    for gpus in (1, 4):
+        folder = tmp_path / str(gpus)
+        folder.mkdir()
+        plan = msgspec.structs.replace(
+            choice.plan, gpus=gpus, host_limit_bytes=64 * GIB // gpus, digest="", prediction=None
+        )
+        plan.save(folder / "plan.toml")
+        found.append(_settings(folder))
+    one, four = found
+    assert {name for name in one if one[name] != four[name]} == {"plan.gpus"}
+    assert (one["plan.gpus"], four["plan.gpus"]) == ("1", "4")
+    assert four["plan.host_limit"] == "64.00 GiB"
