@@ -89,6 +89,40 @@ def test_options_that_are_named_are_kept(capsys: pytest.CaptureFixture[str]) -> 
     assert (found["token_piece"], found["loss_chunk"]) == (4096, 512)
 
 
+@pytest.mark.parametrize(
+    ("memory", "one", "several"),
+    [(limits("3.1GiB", "16GiB"), 16, 8), (limits("5GiB", "1.2GiB"), 1, 16)],
+    ids=["smaller", "larger"],
+)
+def test_the_micro_batch_is_the_largest_that_fits_all_gpus(
+    capsys: pytest.CaptureFixture[str], memory: tuple[str, ...], one: int, several: int
+) -> None:
+    verdict = checked(capsys, *MODEL, *memory, "--gpus", "4")
+    shared = verdict["multi_gpu"]
+    assert (verdict["workload"]["batch"], shared["workload"]["batch"]) == (one, several)
+    assert shared["feasible"]
+    out(capsys, "plan", *MODEL, *memory, "--gpus", "4", "--out", "plan.toml")
+    plan = Plan.load(Path("plan.toml"))
+    assert plan.prediction
+    assert plan.workload.batch == several
+    assert shared["step_seconds"] == plan.prediction.step_seconds
+    words = ("--batch", str(2 * several), "--gpus", "4", "--out", "plan.toml")
+    assert cli.main(["plan", *MODEL, *memory, *words]) == 3
+    capsys.readouterr()
+    printed = " ".join(out(capsys, "check", *MODEL, *memory, "--gpus", "4").split())
+    assert f" a step with --batch {several} (" in printed
+
+
+def test_a_plan_for_one_gpu_has_the_default_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    out(capsys, "plan", *MODEL, "--out", "plan.toml")
+    assert Plan.load(Path("plan.toml")).workload.batch == 32
+
+
+def test_gpus_without_a_model_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "--hardware", "h200", "--gpus", "4"]) == 2
+    assert "--gpus: found 4 without MODEL; allowed: one GPU" in capsys.readouterr().err
+
+
 def test_the_split_of_a_step_is_that_of_one_gpu_and_the_chunk_that_of_all(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -109,6 +143,10 @@ def test_a_step_that_cannot_be_shared_has_the_workload_of_one_gpu(
     verdict = checked(capsys, *MODEL, *words)
     assert "data parallel" in verdict["multi_gpu"]["note"]
     assert verdict["multi_gpu"]["workload"] is None
+    assert cli.main(["plan", *MODEL, *words, "--out", "plan.toml"]) == 2
+    refusal = verdict["multi_gpu"]["refused"]
+    assert f": {refusal}\n" in capsys.readouterr().err
+    assert "clipping: found layer; allowed: global" in refusal
 
 
 def test_if_no_format_fits_the_gpus_the_plan_is_refused_for_its_memory(
