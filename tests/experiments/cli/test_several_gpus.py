@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from short_model import checked, out
 
 from megatrain.experiments.cli import main as cli
+from megatrain.experiments.cli.verdict import layout
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.schedule.plan import Plan
 
@@ -91,7 +93,7 @@ def test_options_that_are_named_are_kept(capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.parametrize(
     ("memory", "one", "several"),
-    [(limits("3.1GiB", "16GiB"), 16, 8), (limits("5GiB", "1.2GiB"), 1, 16)],
+    [(limits("3.1GiB", "16GiB"), 8, 4), (limits("4.5GiB", "0.7GiB"), 4, 8)],
     ids=["smaller", "larger"],
 )
 def test_the_micro_batch_is_the_largest_that_fits_all_gpus(
@@ -111,6 +113,39 @@ def test_the_micro_batch_is_the_largest_that_fits_all_gpus(
     capsys.readouterr()
     printed = " ".join(out(capsys, "check", *MODEL, *memory, "--gpus", "4").split())
     assert f" a step with --batch {several} (" in printed
+
+
+@pytest.mark.parametrize(
+    ("memory", "one", "several"),
+    [(limits("3.1GiB", "16GiB"), 8, 4), (limits("4.5GiB", "0.7GiB"), 1, 8)],
+    ids=["smaller", "larger"],
+)
+def test_a_split_that_does_not_fit_all_gpus_or_one_is_replaced(
+    capsys: pytest.CaptureFixture[str], memory: tuple[str, ...], one: int, several: int
+) -> None:
+    words = (*MODEL, *memory, "--tokens-per-step", "8192")
+    assert cli.main(["check", *words, "--gpus", "4", "--json"]) == (0 if one == 8 else 3)
+    verdict = json.loads(capsys.readouterr().out)
+    assert verdict["workload"]["batch"] == one
+    out(capsys, "plan", *words, "--gpus", "4", "--out", "plan.toml")
+    work = Plan.load(Path("plan.toml")).workload
+    assert (work.batch, work.accumulation) == (several, 4 * 8 // several)
+    shared = verdict["multi_gpu"]["workload"]
+    assert (shared["batch"], shared["accumulation"]) == (work.batch, work.accumulation)
+
+
+def test_what_neither_one_gpu_nor_several_fit_names_the_need_of_both(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ("check", *MODEL, *limits("1GiB", "0.5GiB"), "--gpus", "4")
+    assert cli.main([*words, "--json"]) == 3
+    shared = json.loads(capsys.readouterr().out)["multi_gpu"]
+    assert shared["host_limit_bytes"] == 2**29
+    assert cli.main(list(words)) == 3
+    printed = " ".join(capsys.readouterr().out.split())
+    ram, vram = (layout.size(shared[f"{place}_peak_bytes"]) for place in ("host", "device"))
+    needs = f"{ram} of RAM (512 MiB given) and {vram} of VRAM of each GPU (1 GiB given)"
+    assert f"4 GPUs DOES NOT FIT: the nearest plan needs {needs}" in printed
 
 
 def test_a_plan_for_one_gpu_has_the_default_batch(capsys: pytest.CaptureFixture[str]) -> None:
@@ -154,7 +189,10 @@ def test_if_no_format_fits_the_gpus_the_plan_is_refused_for_its_memory(
 ) -> None:
     """One GPU would need a smaller format, with which GPUs cannot share a step."""
     words = (*ROWS, *limits("3GiB", "2GiB"), "--state", "any")
-    assert checked(capsys, *MODEL, *words)["workload"]["state"] == "master24"
+    verdict = checked(capsys, *MODEL, *words, "--gpus", "4")
+    assert verdict["workload"]["state"] == "master24"
+    assert not verdict["multi_gpu"]["refused"]
+    assert not verdict["multi_gpu"]["feasible"]
     assert cli.main(["plan", *MODEL, *words, "--gpus", "4", "--out", "plan.toml"]) == 3
     assert "found no plan that fits" in capsys.readouterr().err
     assert not Path("plan.toml").exists()
