@@ -52,6 +52,8 @@ FP8 = "fp8"
 """The value of `--dtype` for bf16 layers with fp8 matrix products."""
 LOSS_CHUNK = 1024
 """The default of `--loss-chunk` in tokens, for commands that do not choose a loss chunk."""
+PLANNED_BATCH = 32
+"""The default of `--batch`, for commands that do not choose a micro-batch."""
 _ADVERTISED_RATIO = 1.1
 """The largest ratio of a GPU's advertised memory to the memory that programs can use."""
 
@@ -325,14 +327,16 @@ def device_limit(
 def add_workload(
     parser: argparse.ArgumentParser,
     *,
-    batch: int | None = 32,
+    batch: int | None = PLANNED_BATCH,
+    batch_help: str = "",
     loss_chunk: int | None = LOSS_CHUNK,
     dtype: str | None = BF16,
     any_state: bool = True,
 ) -> None:
     """Adds the options from which `workload` makes a Workload.
 
-    `batch` is the default of `--batch`. With None, the command finds a batch that fits.
+    `batch` is the default of `--batch`. With None, the command finds a batch that fits, or what
+    `batch_help` says.
     `loss_chunk` is the default of `--loss-chunk`. With None, the command chooses a loss chunk.
     `dtype` is the default of `--dtype`. With None, the command calls `with_dtype`.
     `any_state` says whether the command finds a format that fits for `--state any`.
@@ -342,7 +346,8 @@ def add_workload(
         "--batch",
         type=whole("--batch"),
         default=batch,
-        help=f"sequences per micro-batch (default: {batch or 'the largest up to 32 that fits'})",
+        help="sequences per micro-batch (default:"
+        f" {batch_help or batch or 'the largest up to 32 that fits'})",
     )
     group.add_argument(
         "--seq", type=whole("--seq"), default=1024, help="tokens per sequence (default 1024)"

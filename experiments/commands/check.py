@@ -41,6 +41,13 @@ def run(args: argparse.Namespace) -> int:
             allowed="one policy, or best",
             fix="name a policy, or leave --gpus out",
         )
+    if model is None and args.gpus != 1:
+        raise UserError(
+            "--gpus",
+            found=f"{args.gpus} without MODEL",
+            allowed="one GPU for the list of the models that fit",
+            fix="name a model, or leave --gpus out",
+        )
     if model is None:
         return list_what_fits(args, hardware)
     asked = args  # the verdict is on one GPU, and its part on several has their own workload
@@ -70,8 +77,7 @@ def run(args: argparse.Namespace) -> int:
         return 0 if executable[0].feasible else DoesNotFit.status
     shared = None
     if asked.gpus > 1:
-        work = choices[0].plan.workload
-        shared = from_options.shared_workload(asked, work, hardware, model)
+        shared = from_options.shared_workload(asked, choices[0], hardware, model)
     verdict = from_options.explained(
         asked,
         choices[0],

@@ -36,7 +36,14 @@ def describe(parser: argparse.ArgumentParser) -> None:
     )
     options.add_hardware(parser, "required unless --from is given")
     options.add_policy(parser)
-    options.add_workload(parser, loss_chunk=None, dtype=None)
+    options.add_workload(
+        parser,
+        batch=None,
+        batch_help=f"{options.PLANNED_BATCH}; with --gpus, the largest up to"
+        f" {options.PLANNED_BATCH} that fits",
+        loss_chunk=None,
+        dtype=None,
+    )
     options.add_step_tokens(parser)
     options.add_document_length(parser)
     parser.add_argument(
@@ -229,10 +236,10 @@ def _chosen(args: argparse.Namespace) -> tuple[list[Choice], HardwareSpec]:
     check_gpus(args.gpus, hardware, args.hosts)
     if args.gpus > 1:
         args.policy = "overlapped" if args.policy == "best" else args.policy
+    if args.gpus == 1 or args.tokens_per_step is not None:
+        args = options.replaced(args, batch=args.batch or options.PLANNED_BATCH)
     args = from_options.with_fitting_state(args, hardware, model, share=args.gpus > 1)
-    args = from_options.with_attention_kernel(args, hardware, model)
-    args = from_options.with_fitting_piece(args, hardware, model)
-    args = from_options.with_loss_chunk(args, hardware, model)
+    args, _ = from_options.with_fitting_workload(args, hardware, model)
     if args.gpus == 1:
         return from_options.choices(args, hardware, source, named), hardware
     if args.tokens_per_step is None:
@@ -246,10 +253,10 @@ def _chosen(args: argparse.Namespace) -> tuple[list[Choice], HardwareSpec]:
             host_limit=args.host_memory,
             policies=from_options.policies(args.policy),
         )
-    else:  # the split of a step into micro-batches is that of one GPU
-        plan = from_options.choices(args, hardware, source, named)[0].plan
-        work = from_options.shared_workload(args, plan.workload, hardware, model)
-        plan = msgspec.structs.replace(plan, workload=work)
+    else:
+        one = from_options.choices(args, hardware, source, named)[0]
+        work = from_options.shared_workload(args, one, hardware, model)
+        plan = msgspec.structs.replace(one.plan, workload=work)
     return [shared_step(plan, hardware, args.gpus, args.hosts)], hardware
 
 

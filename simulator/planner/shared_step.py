@@ -13,8 +13,6 @@ fits, the plans that need the least memory are tried (`capacity.py`).
 
 from __future__ import annotations
 
-import contextlib
-
 import msgspec
 
 from megatrain.simulator import policies as policy_library
@@ -51,16 +49,9 @@ def shared_step(plan: Plan, hardware: HardwareSpec, gpus: int, hosts: int = 1) -
     Raises UserError if the policy of the plan cannot share the step, if the step would have too
     many micro-batches, or if there are several hosts and the machine has no rate of the network.
     """
-    per_gpu = plan.workload.accumulation
-    if per_gpu * gpus > MOST_MICRO_BATCHES:
-        raise UserError(
-            "gpus",
-            found=f"{per_gpu:,} micro-batches on each of {gpus} GPUs",
-            allowed=f"{MOST_MICRO_BATCHES // gpus:,}, which is {MOST_MICRO_BATCHES:,} in a step",
-            fix="lower --accumulation, or raise --batch",
-        )
+    if refusal := obstacle(plan, gpus, hosts):
+        raise refusal
     first = of_all(plan, hardware, gpus, hosts)
-    policy_library.outline(first, merged=True)  # raises UserError if the step cannot be shared
     searches = [
         PlacementSearch(grouped, costs_of(grouped, hardware))
         for grouped in (in_groups(first, size) for size in group_sizes(first))
@@ -111,12 +102,26 @@ def shares(plan: Plan, gpus: int, hosts: int = 1) -> bool:
     """Returns whether `gpus` GPUs of `hosts` hosts can share the step of `plan`, which is for one
     GPU.
     """
-    if plan.workload.accumulation * gpus > MOST_MICRO_BATCHES:
-        return False
-    with contextlib.suppress(UserError):
+    return obstacle(plan, gpus, hosts) is None
+
+
+def obstacle(plan: Plan, gpus: int, hosts: int = 1) -> UserError | None:
+    """Returns why `gpus` GPUs of `hosts` hosts cannot share the step of `plan`, which is for one
+    GPU, or None if they can.
+    """
+    per_gpu = plan.workload.accumulation
+    if per_gpu * gpus > MOST_MICRO_BATCHES:
+        return UserError(
+            "gpus",
+            found=f"{per_gpu:,} micro-batches on each of {gpus} GPUs",
+            allowed=f"{MOST_MICRO_BATCHES // gpus:,}, which is {MOST_MICRO_BATCHES:,} in a step",
+            fix="lower --accumulation, or raise --batch",
+        )
+    try:
         policy_library.outline(of_all(plan, None, gpus, hosts), merged=True)
-        return True
-    return False
+    except UserError as refusal:
+        return refusal
+    return None
 
 
 def alone(plan: Plan, hardware: HardwareSpec) -> Plan:

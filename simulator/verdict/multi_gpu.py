@@ -1,12 +1,13 @@
 """Predicts the speed of several GPUs, from a plan for one GPU.
 
 If a policy can share the step, the prediction is that of the best plan for N GPUs
-(`planner/shared_step.py`). Otherwise it is an estimate for data parallelism. Each of N GPUs trains
-its own batch and loads all streamed weights. Optimizer state and summed gradients are in host
-memory once, and each GPU copies and updates 1/N of them. If nothing streams, each GPU holds and
-updates everything. The all-reduce of gradients is left out. It would take tens of milliseconds for
-a 7B model over NVLink, and far more over PCIe. The memory that it needs on each GPU is counted. If
-the plan for one GPU does not leave it free, the estimate is that of the best plan that does.
+(`planner/shared_step.py`). Otherwise several GPUs cannot train it. The result then has the reason,
+and an estimate for data parallelism, which the text of `megatrain check` leaves out. Each of N GPUs
+trains its own batch and loads all streamed weights. Optimizer state and summed gradients are in
+host memory once, and each GPU copies and updates 1/N of them. If nothing streams, each GPU holds
+and updates everything. The all-reduce of gradients is left out. It would take tens of milliseconds
+for a 7B model over NVLink, and far more over PCIe. The memory that it needs on each GPU is counted.
+If the plan for one GPU does not leave it free, the estimate is that of the best plan that does.
 
 The links share the host's DRAM (`costs/several_gpus.py`), or have the rates at which several GPUs
 were measured. NUMA and additional CPU cores are not modelled.
@@ -28,7 +29,7 @@ from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.assessment import Choice
 from megatrain.simulator.planner.assessment import step_seconds as expected_seconds
 from megatrain.simulator.planner.search import candidates
-from megatrain.simulator.planner.shared_step import shared_step, shares, sharing
+from megatrain.simulator.planner.shared_step import obstacle, shared_step, sharing
 from megatrain.simulator.schedule import Op, Schedule
 from megatrain.simulator.schedule.arithmetic import ways_of
 from megatrain.simulator.schedule.plan import MOST_GPUS, MOST_HOSTS, MOST_NETWORK_GB_PER_S, Plan
@@ -88,10 +89,15 @@ class MultiGpu(msgspec.Struct, frozen=True, kw_only=True):
     the model does not fit on one GPU."""
     host_peak_bytes: int
     """Peak of the memory of a host for all its GPUs, in bytes."""
+    host_limit_bytes: int
+    """Memory of a host that all its GPUs may use, in bytes."""
     feasible: bool
     """Whether host and device memory suffice."""
     device_peak_bytes: int | None = None
     """Peak of the memory of each device, in bytes, if it exceeds the limit. None otherwise."""
+    refused: str = ""
+    """Why several GPUs cannot train this: the error of `megatrain plan --gpus`. Empty if they share
+    the step."""
     gb_per_s: float
     """Copy rate of each GPU in GB/s, with one direction busy."""
     gb_per_s_both: float
@@ -191,7 +197,7 @@ def predicted(
     common = msgspec.structs.replace(plan, workload=work or plan.workload, digest="")
     if not policies.find(plan.policy).shards:
         common = sharing(common)
-    if not shares(common, gpus, hosts):
+    if refusal := obstacle(common, gpus, hosts):
         if hosts > 1:
             raise UserError(
                 "--hosts",
@@ -202,7 +208,8 @@ def predicted(
         leaving = _leaving(choice, hardware, costs.collective_bytes(gpus))
         if leaving.plan != plan:
             schedule = policies.lower(leaving.plan)
-        return estimate(leaving.plan, schedule, leaving.account, hardware, costs, alone, gpus)
+        first = estimate(leaving.plan, schedule, leaving.account, hardware, costs, alone, gpus)
+        return msgspec.structs.replace(first, refused=str(refusal))
     shared = shared_step(common, hardware, gpus, hosts)
     links = link_share(hardware, gpus // hosts)
     speed = tokens_per_second(shared.plan.workload, shared.step_seconds)
@@ -215,6 +222,7 @@ def predicted(
         tokens_per_second=speed,
         speedup=speed / tokens_per_second(plan.workload, alone),
         host_peak_bytes=gpus // hosts * shared.account.host_peak_bytes,
+        host_limit_bytes=gpus // hosts * shared.account.host_limit_bytes,
         feasible=shared.feasible,
         device_peak_bytes=(
             shared.account.device_peak_bytes
@@ -312,6 +320,7 @@ def estimate(
         tokens_per_second=speed,
         speedup=speed / tokens_per_second(plan.workload, step_seconds),
         host_peak_bytes=host,
+        host_limit_bytes=limit,
         feasible=host <= limit and not too_large,
         device_peak_bytes=device if too_large else None,
         gb_per_s=links.alone,

@@ -536,17 +536,19 @@ def _lacking(verdict: Verdict) -> str:
 def train_for(verdict: Verdict, hardware: HardwareSpec, tokens: int) -> TrainingEstimate | None:
     """Returns the time and energy of training on `tokens` tokens, or None if the plan does not fit.
 
-    If the verdict has an estimate for several GPUs, all of them train on these tokens together.
+    If the verdict is also on several GPUs, all of them train on these tokens together, unless they
+    cannot train this workload.
     """
-    if not (verdict.feasible and (verdict.multi_gpu is None or verdict.multi_gpu.feasible)):
+    several = verdict.multi_gpu
+    if several and several.refused:
+        several = None
+    if not (verdict.feasible and (several is None or several.feasible)):
         return None
     speed, gpus = (
-        (verdict.multi_gpu.tokens_per_second, verdict.multi_gpu.gpus)
-        if verdict.multi_gpu
-        else (verdict.tokens_per_second, 1)
+        (several.tokens_per_second, several.gpus) if several else (verdict.tokens_per_second, 1)
     )
     hours = tokens / speed / 3600
-    unknown = verdict.multi_gpu is not None and hardware.costs is not None  # no range of all GPUs
+    unknown = several is not None and hardware.costs is not None  # no range of all GPUs
     low, high = (
         None if end is None or unknown else hours * end / verdict.step_seconds
         for end in (verdict.step_seconds_low, verdict.step_seconds_high)

@@ -335,7 +335,8 @@ def _recomputed_attention(plan: Plan) -> int:
 def with_fitting_batch(
     args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec
 ) -> argparse.Namespace:
-    """Returns `args` with the largest micro-batch of BATCHES that fits, or 1 if none fits.
+    """Returns `args` with the largest micro-batch of BATCHES that fits, or 1 if none fits. It fits
+    the GPUs of `--gpus` if they can share the step, and otherwise one GPU.
 
     With `--token-piece` it is the fastest of them, because layers in pieces compute no faster with
     more sequences, which take more memory.
@@ -376,27 +377,58 @@ def with_fitting_size(
 
 
 def shared_workload(
-    args: argparse.Namespace, work: Workload, hardware: HardwareSpec, model: ModelSpec
+    args: argparse.Namespace, one: Choice, hardware: HardwareSpec, model: ModelSpec
 ) -> Workload:
-    """Returns the workload of each of the GPUs of `--gpus`, with the micro-batches of `work`.
+    """Returns the workload of each of the GPUs of `--gpus`.
 
-    It has the state format, the attention kernel, the token piece and the loss chunk that are
-    chosen for these GPUs where `args`, the options as they were given, do not name them. If the
-    GPUs cannot share the step, it is `work`.
+    It has the state format, the attention kernel, the token piece, the micro-batch and the loss
+    chunk that are chosen for these GPUs where `args`, the options as they were given, do not name
+    them. If the GPUs cannot share the step, it is that of `one`, the best plan for one GPU.
+
+    With `--tokens-per-step`, the step of each GPU is split as that of `one` if this plan fits and
+    its split fits the GPUs. Otherwise it has the largest micro-batch that fits them.
     """
     from megatrain.simulator.planner.shared_step import sharing
 
-    args = options.replaced(
-        args, batch=work.batch, accumulation=work.accumulation, tokens_per_step=None
-    )
-    args = with_fitting_state(args, hardware, model)
-    plan = sharing(_least_plan(args, hardware, model))
+    work, step_tokens = one.plan.workload, args.tokens_per_step
+    args = options.replaced(args, tokens_per_step=None)
+    if step_tokens is not None:
+        args = options.replaced(args, batch=work.batch, accumulation=work.accumulation)
+    args = with_fitting_state(args, hardware, model, share=True)
+    one_row = options.replaced(args, batch=args.batch or 1)
+    plan = sharing(_least_plan(one_row, hardware, model))
     if not _shares(plan, args):
         return work
     args = options.replaced(args, policy=plan.policy)
-    args = with_attention_kernel(args, hardware, model)
-    args = with_fitting_piece(args, hardware, model)
-    return options.workload(with_loss_chunk(args, hardware, model), model, quiet=True)
+    if step_tokens is not None:
+        args = _with_fitting_split(args, one, step_tokens, hardware, model)
+    args, _ = with_fitting_workload(args, hardware, model)
+    return options.workload(args, model, quiet=True)
+
+
+def _with_fitting_split(
+    args: argparse.Namespace,
+    one: Choice,
+    step_tokens: int,
+    hardware: HardwareSpec,
+    model: ModelSpec,
+) -> argparse.Namespace:
+    """Returns `args` with the largest micro-batch of a split of `step_tokens` that fits the GPUs of
+    `--gpus`. Returns `args` if they have the split of `one`, which fits one GPU and the GPUs, or if
+    no split fits.
+    """
+    from megatrain.simulator.planner.batch_splits import splits
+
+    def fits(entry: argparse.Namespace) -> bool:
+        return bool(_fitting(entry, hardware, model, (entry.batch,), least=True)[0])
+
+    if one.feasible and fits(args):
+        return args
+    able = (
+        options.replaced(args, batch=split.batch, accumulation=split.accumulation)
+        for split in splits(one.plan.workload, step_tokens)
+    )
+    return next(filter(fits, able), args)
 
 
 def _fastest(
@@ -411,7 +443,7 @@ def _fastest(
     for batch in (size for size in BATCHES if size <= largest):
         candidate = options.replaced(args, batch=batch)
         planned = with_loss_chunk(candidate, hardware, model)
-        choice = choices(planned, hardware, model.name, hardware.name, model)[0]
+        choice = _best(planned, hardware, model)
         seconds = choice.step_seconds / batch if choice.feasible else math.inf
         if seconds >= least:
             break

@@ -21,7 +21,7 @@ from megatrain.simulator.verdict.suggestion import as_options
 
 if TYPE_CHECKING:
     from megatrain.simulator.model.workload import Workload
-    from megatrain.simulator.verdict.multi_gpu import NetworkCost
+    from megatrain.simulator.verdict.multi_gpu import MultiGpu, NetworkCost
     from megatrain.simulator.verdict.suggestion import Suggestion
     from megatrain.simulator.verdict.verdict import Verdict
 
@@ -77,7 +77,7 @@ def text(
         lines += labelled("Note", note, width)
     more = labelled("Room", room(verdict), width) + _advice(verdict, width)
     lines += ["", *more] if more else []
-    if verdict.multi_gpu and (verdict.feasible or verdict.multi_gpu.feasible):
+    if verdict.multi_gpu:
         lines += ["", *_several(verdict, width)]
     if why:
         lines += ["", *reasons(verdict, width)]
@@ -214,7 +214,8 @@ def _speed(verdict: Verdict, width: int) -> list[str]:
             if training.energy_kwh is not None
             else ""
         )
-        gpus = f" on {verdict.multi_gpu.gpus} GPUs" if verdict.multi_gpu else ""
+        several = verdict.multi_gpu
+        gpus = f" on {'one GPU' if several.refused else f'{several.gpus} GPUs'}" if several else ""
         took = layout.hours(training.hours, *spent)
         lines += labelled("Time", f"{tokens} tokens in {took}{gpus}{energy}", width)
     return lines
@@ -363,6 +364,10 @@ def _advice(verdict: Verdict, width: int) -> list[str]:
     if not shown:
         return []
     table = layout.rows([suggestion(entry) for entry in shown], width)
+    # Several GPUs may refuse a change, or gain nothing by it.
+    place = " on one GPU" if verdict.multi_gpu else ""
+    if verdict.feasible and place:
+        return [f"Faster{place}", *table]
     if verdict.feasible:
         return ["Faster" + table[0][6:], *table[1:]]
     note = (
@@ -375,7 +380,8 @@ def _advice(verdict: Verdict, width: int) -> list[str]:
         if verdict.batch_chosen and shown[0].fits
         else []
     )
-    return ["What would do" if shown[0].fits else "What would help", *table, *note]
+    would = "What would do" if shown[0].fits else "What would help"
+    return [would + place, *table, *note]
 
 
 def suggestion(entry: Suggestion) -> tuple[str, ...]:
@@ -406,37 +412,60 @@ def remedy(verdict: Verdict) -> str:
 
 
 def _several(verdict: Verdict, width: int) -> list[str]:
-    """Returns the lines on several GPUs."""
+    """Returns the lines on several GPUs. They have a speed only if the GPUs can train the model."""
     several = verdict.multi_gpu
     assert several is not None
-    ram = "RAM" if several.hosts == 1 else "RAM of each host"
-    lacking = (
-        f"{layout.size(several.host_peak_bytes)} of {ram}"
-        if several.device_peak_bytes is None
-        else f"{layout.size(several.device_peak_bytes)} of VRAM each"
-    )
-    fits = "" if several.feasible else f"; DOES NOT FIT: {lacking}"
-    ratio = f"{several.speedup:.1f} times one GPU, " if verdict.feasible else ""
-    own = _own_options(verdict.workload, several.workload or verdict.workload)
+    label = f"{several.gpus} GPUs"
+    if several.refused:
+        return labelled(label, f"cannot train this: {several.refused}", width)
     hosts = f"{_hosts(several.hosts, several.gpus)}: " if several.hosts > 1 else ""
+    own = _own_options(verdict.workload, several)
+    if not several.feasible:
+        needs = f"the nearest plan needs {_needs(verdict, several)}"
+        return labelled(label, f"{hosts}DOES NOT FIT: {needs}{own}", width)
+    ratio = f"{several.speedup:.1f} times one GPU, " if verdict.feasible else ""
     lines = labelled(
-        f"{several.gpus} GPUs",
+        label,
         f"{hosts}{layout.speed(several.tokens_per_second)} tokens/s, {ratio}"
-        f"{layout.seconds(several.step_seconds)} a step{own}{fits} ({several.note}; links at"
+        f"{layout.seconds(several.step_seconds)} a step{own} ({several.note}; links at"
         f" {several.gb_per_s:.1f} GB/s each, {several.gb_per_s_both:.1f} in both directions at"
         " once)",
         width,
     )
-    if several.feasible and several.network:
+    if several.network:
         lines += _network(several.network, several.step_seconds, width)
     return lines
 
 
-def _own_options(one: Workload, several: Workload) -> str:
+def _needs(verdict: Verdict, several: MultiGpu) -> str:
+    """Returns the memory that several GPUs need where they do not have it, with what they have."""
+    places = [
+        (
+            several.host_peak_bytes,
+            several.host_limit_bytes,
+            "RAM" if several.hosts == 1 else "RAM of each host",
+        ),
+        (several.device_peak_bytes or 0, verdict.device_limit_bytes, "VRAM of each GPU"),
+    ]
+    return " and ".join(
+        f"{layout.size(need)} of {name} ({layout.size(limit)} given)"
+        for need, limit, name in places
+        if need > limit
+    )
+
+
+def _own_options(one: Workload, all_gpus: MultiGpu) -> str:
     """Returns the options that were chosen for several GPUs and differ from those for one GPU, in
     words, or an empty string.
     """
+    several = all_gpus.workload
+    if several is None:
+        return ""
     options = []
+    if several.batch != one.batch:
+        options.append(f"--batch {several.batch}")
+    if (accumulation := several.accumulation // all_gpus.gpus) != one.accumulation:
+        options.append(f"--accumulation {accumulation}")
     if several.state != one.state:
         options.append(f"--state {several.state}")
     if several.token_piece != one.token_piece:

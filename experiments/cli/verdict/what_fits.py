@@ -78,7 +78,6 @@ def _verdict(args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec)
     from megatrain.simulator.verdict.verdict import summarize
 
     kernel_chosen = args.attention is None
-    args = options.replaced(args, gpus=1, hosts=1)  # the list is for one GPU
     args = from_options.with_fitting_state(args, hardware, model)
     usual = args.policy in ("best", "all")
     if usual and from_options.state_exceeds_memory(args, hardware, model):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from short_model import checked, out
 
 from megatrain.experiments.cli import main as cli
+from megatrain.experiments.cli.verdict import layout
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.schedule.plan import Plan
 
@@ -89,6 +91,73 @@ def test_options_that_are_named_are_kept(capsys: pytest.CaptureFixture[str]) -> 
     assert (found["token_piece"], found["loss_chunk"]) == (4096, 512)
 
 
+@pytest.mark.parametrize(
+    ("memory", "one", "several"),
+    [(limits("3.1GiB", "16GiB"), 8, 4), (limits("4.5GiB", "0.7GiB"), 4, 8)],
+    ids=["smaller", "larger"],
+)
+def test_the_micro_batch_is_the_largest_that_fits_all_gpus(
+    capsys: pytest.CaptureFixture[str], memory: tuple[str, ...], one: int, several: int
+) -> None:
+    verdict = checked(capsys, *MODEL, *memory, "--gpus", "4")
+    shared = verdict["multi_gpu"]
+    assert (verdict["workload"]["batch"], shared["workload"]["batch"]) == (one, several)
+    assert shared["feasible"]
+    out(capsys, "plan", *MODEL, *memory, "--gpus", "4", "--out", "plan.toml")
+    plan = Plan.load(Path("plan.toml"))
+    assert plan.prediction
+    assert plan.workload.batch == several
+    assert shared["step_seconds"] == plan.prediction.step_seconds
+    words = ("--batch", str(2 * several), "--gpus", "4", "--out", "plan.toml")
+    assert cli.main(["plan", *MODEL, *memory, *words]) == 3
+    capsys.readouterr()
+    printed = " ".join(out(capsys, "check", *MODEL, *memory, "--gpus", "4").split())
+    assert f" a step with --batch {several} (" in printed
+
+
+@pytest.mark.parametrize(
+    ("memory", "one", "several"),
+    [(limits("3.1GiB", "16GiB"), 8, 4), (limits("4.5GiB", "0.7GiB"), 1, 8)],
+    ids=["smaller", "larger"],
+)
+def test_a_split_that_does_not_fit_all_gpus_or_one_is_replaced(
+    capsys: pytest.CaptureFixture[str], memory: tuple[str, ...], one: int, several: int
+) -> None:
+    words = (*MODEL, *memory, "--tokens-per-step", "8192")
+    assert cli.main(["check", *words, "--gpus", "4", "--json"]) == (0 if one == 8 else 3)
+    verdict = json.loads(capsys.readouterr().out)
+    assert verdict["workload"]["batch"] == one
+    out(capsys, "plan", *words, "--gpus", "4", "--out", "plan.toml")
+    work = Plan.load(Path("plan.toml")).workload
+    assert (work.batch, work.accumulation) == (several, 4 * 8 // several)
+    shared = verdict["multi_gpu"]["workload"]
+    assert (shared["batch"], shared["accumulation"]) == (work.batch, work.accumulation)
+
+
+def test_what_neither_one_gpu_nor_several_fit_names_the_need_of_both(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ("check", *MODEL, *limits("1GiB", "0.5GiB"), "--gpus", "4")
+    assert cli.main([*words, "--json"]) == 3
+    shared = json.loads(capsys.readouterr().out)["multi_gpu"]
+    assert shared["host_limit_bytes"] == 2**29
+    assert cli.main(list(words)) == 3
+    printed = " ".join(capsys.readouterr().out.split())
+    ram, vram = (layout.size(shared[f"{place}_peak_bytes"]) for place in ("host", "device"))
+    needs = f"{ram} of RAM (512 MiB given) and {vram} of VRAM of each GPU (1 GiB given)"
+    assert f"4 GPUs DOES NOT FIT: the nearest plan needs {needs}" in printed
+
+
+def test_a_plan_for_one_gpu_has_the_default_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    out(capsys, "plan", *MODEL, "--out", "plan.toml")
+    assert Plan.load(Path("plan.toml")).workload.batch == 32
+
+
+def test_gpus_without_a_model_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "--hardware", "h200", "--gpus", "4"]) == 2
+    assert "--gpus: found 4 without MODEL; allowed: one GPU" in capsys.readouterr().err
+
+
 def test_the_split_of_a_step_is_that_of_one_gpu_and_the_chunk_that_of_all(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -109,6 +178,10 @@ def test_a_step_that_cannot_be_shared_has_the_workload_of_one_gpu(
     verdict = checked(capsys, *MODEL, *words)
     assert "data parallel" in verdict["multi_gpu"]["note"]
     assert verdict["multi_gpu"]["workload"] is None
+    assert cli.main(["plan", *MODEL, *words, "--out", "plan.toml"]) == 2
+    refusal = verdict["multi_gpu"]["refused"]
+    assert f": {refusal}\n" in capsys.readouterr().err
+    assert "clipping: found layer; allowed: global" in refusal
 
 
 def test_if_no_format_fits_the_gpus_the_plan_is_refused_for_its_memory(
@@ -116,7 +189,10 @@ def test_if_no_format_fits_the_gpus_the_plan_is_refused_for_its_memory(
 ) -> None:
     """One GPU would need a smaller format, with which GPUs cannot share a step."""
     words = (*ROWS, *limits("3GiB", "2GiB"), "--state", "any")
-    assert checked(capsys, *MODEL, *words)["workload"]["state"] == "master24"
+    verdict = checked(capsys, *MODEL, *words, "--gpus", "4")
+    assert verdict["workload"]["state"] == "master24"
+    assert not verdict["multi_gpu"]["refused"]
+    assert not verdict["multi_gpu"]["feasible"]
     assert cli.main(["plan", *MODEL, *words, "--gpus", "4", "--out", "plan.toml"]) == 3
     assert "found no plan that fits" in capsys.readouterr().err
     assert not Path("plan.toml").exists()

@@ -218,6 +218,7 @@ SEVERAL = MultiGpu(
     tokens_per_second=10_000.0,
     speedup=7.4,
     host_peak_bytes=200 * GIB,
+    host_limit_bytes=128 * GIB,
     feasible=False,
     gb_per_s=21.9,
     gb_per_s_both=10.9,
@@ -242,16 +243,44 @@ def test_the_whole_text_of_a_no() -> None:
     assert verdict_text.text(FAILS) == NO
 
 
-@pytest.mark.parametrize("feasible", [True, False])
-def test_several_gpus_are_shown_if_they_or_one_gpu_fit(feasible: bool) -> None:
-    """Their speed is compared with that of one GPU only if the model fits on one."""
-    several = msgspec.structs.replace(SEVERAL, feasible=feasible)
-    fits = "" if feasible else "; DOES NOT FIT: 200 GiB of RAM"
-    shown = flat(verdict_text.text(msgspec.structs.replace(FITS, multi_gpu=several)))
-    assert f"8 GPUs 10,000 tokens/s, 7.4 times one GPU, 6.50 s a step{fits} (" in shown
-    shown = flat(verdict_text.text(msgspec.structs.replace(FAILS, multi_gpu=several)))
-    assert ("8 GPUs 10,000 tokens/s, 6.50 s a step (" in shown) == feasible
+def with_several(verdict: Verdict, **fields: Any) -> str:
+    """Returns the text on `verdict` with `SEVERAL`, which has changed fields."""
+    several = msgspec.structs.replace(SEVERAL, **fields)
+    return flat(verdict_text.text(msgspec.structs.replace(verdict, multi_gpu=several)))
+
+
+def test_several_gpus_are_compared_with_one_only_if_the_model_fits_on_one() -> None:
+    shown = with_several(FITS, feasible=True)
+    assert "8 GPUs 10,000 tokens/s, 7.4 times one GPU, 6.50 s a step (" in shown
+    shown = with_several(FAILS, feasible=True)
+    assert "8 GPUs 10,000 tokens/s, 6.50 s a step (" in shown
     assert "times one GPU" not in shown
+
+
+@pytest.mark.parametrize("verdict", [FITS, FAILS], ids=["one fits", "one does not fit"])
+def test_several_gpus_that_do_not_fit_have_no_speed_but_what_they_need(verdict: Verdict) -> None:
+    work = msgspec.structs.replace(verdict.workload, batch=2, accumulation=8 * 3)
+    shown = with_several(verdict, workload=work)
+    ram = "8 GPUs DOES NOT FIT: the nearest plan needs 200 GiB of RAM (128 GiB given)"
+    assert f"{ram} with --batch 2 and --accumulation 3" in shown
+    limit = verdict_text.layout.size(verdict.device_limit_bytes)
+    vram = f"100 GiB of VRAM of each GPU ({limit} given)"
+    assert f"{ram} and {vram}" in with_several(verdict, device_peak_bytes=100 * GIB)
+    shown = with_several(verdict, host_peak_bytes=1, device_peak_bytes=100 * GIB)
+    assert f"the nearest plan needs {vram}" in shown
+    assert "10,000 tokens/s" not in shown
+
+
+@pytest.mark.parametrize("verdict", [FITS, FAILS], ids=["one fits", "one does not fit"])
+def test_several_gpus_that_cannot_train_have_a_reason_and_no_speed(verdict: Verdict) -> None:
+    shown = with_several(verdict, feasible=True, refused="workload: found this; allowed: that")
+    assert "8 GPUs cannot train this: workload: found this; allowed: that" in shown
+    assert "10,000 tokens/s" not in shown
+
+
+def test_advice_beside_several_gpus_is_for_one() -> None:
+    assert "Faster on one GPU --" in with_several(FITS, feasible=True)
+    assert "What would do on one GPU --" in with_several(FAILS)
 
 
 @pytest.mark.parametrize("width", [80, 60, 50])

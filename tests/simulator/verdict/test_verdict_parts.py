@@ -247,6 +247,7 @@ def test_several_gpus_take_less_time_and_the_energy_of_all(make_plan: MakePlan) 
         tokens_per_second=3 * verdict.tokens_per_second,
         speedup=3.0,
         host_peak_bytes=1,
+        host_limit_bytes=1,
         feasible=True,
         gb_per_s=1.0,
         gb_per_s_both=1.0,
@@ -264,6 +265,7 @@ def test_several_gpus_take_less_time_and_the_energy_of_all(make_plan: MakePlan) 
     assert together is not None
     assert together == pytest.approx((alone[0] / 3, alone[1] * 4 / 3))
     assert training(multi_gpu=msgspec.structs.replace(several, feasible=False)) is None
+    assert training(multi_gpu=msgspec.structs.replace(several, refused="a reason")) == alone
     assert training(feasible=False) is None
 
 
