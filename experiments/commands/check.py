@@ -2,6 +2,7 @@
 
 Without MODEL, it lists the models of the library that fit. Without --hardware, the machine is this
 one. The exit status is 0 if the model fits, 3 if it does not, and 2 for a mistake in the command.
+With `--gpus N`, it says whether the model fits N GPUs and they can train it.
 """
 
 from __future__ import annotations
@@ -100,4 +101,6 @@ def run(args: argparse.Namespace) -> int:
             about_machine=options.machine_notes(hardware, model),
         )
     )
-    return 0 if verdict.feasible else DoesNotFit.status
+    several = verdict.multi_gpu
+    fits = several.feasible and not several.refused if several else verdict.feasible
+    return 0 if fits else DoesNotFit.status

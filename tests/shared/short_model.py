@@ -24,13 +24,15 @@ def shortened(name: str, layers: int, folder: Path = Path()) -> str:
     return file
 
 
-def out(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """Runs a command that succeeds. Returns what it prints."""
-    assert cli.main(list(words)) == 0
+def out(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> str:
+    """Runs a command that ends with `status`. Returns what it prints."""
+    assert cli.main(list(words)) == status
     return capsys.readouterr().out
 
 
-def checked(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    """Returns the verdict that `check` prints as JSON. `words` include the model."""
-    found: dict[str, Any] = json.loads(out(capsys, "check", *words, "--json"))
+def checked(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> dict[str, Any]:
+    """Returns the verdict that `check` prints as JSON. `words` include the model, and `status` is
+    that of the command.
+    """
+    found: dict[str, Any] = json.loads(out(capsys, "check", *words, "--json", status=status))
     return found
