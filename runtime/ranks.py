@@ -57,6 +57,8 @@ enqueued, which can be a whole step before it runs.
 """
 _TRAIN = "-m megatrain train ..."
 _CALIBRATE = "-m megatrain calibrate --several HARDWARE --out NEW"
+_LONGEST = 300
+"""The most characters of a setting in an error message."""
 
 
 _all_gather: Callable[..., object] = (
@@ -519,7 +521,7 @@ def identity(plan: Plan | WithoutPlan, *more: object) -> dict[str, str]:
     that decide what a step computes, the version of PyTorch, and `more`.
 
     The entries of a mapping in `more`, and the fields of a struct and of its structs, have names of
-    their own.
+    their own. A digest stands for a text of more than `_LONGEST` characters.
     """
     blank = (
         msgspec.structs.replace(plan, hardware="", source="", prediction=None)
@@ -527,7 +529,7 @@ def identity(plan: Plan | WithoutPlan, *more: object) -> dict[str, str]:
         else plan
     )
     named = {
-        "plan": hashlib.sha256(msgspec.json.encode(blank)).hexdigest()[:16],
+        "plan": _digest(msgspec.json.encode(blank)),
         "version of PyTorch": str(torch.__version__),
     }
     for place, value in enumerate(more, 1):
@@ -537,7 +539,15 @@ def identity(plan: Plan | WithoutPlan, *more: object) -> dict[str, str]:
             named |= {str(name): repr(entry) for name, entry in value.items()}
         else:
             named[f"setting {place}"] = repr(value)
-    return named
+    return {
+        name: text if len(text) <= _LONGEST else _digest(text.encode())
+        for name, text in named.items()
+    }
+
+
+def _digest(text: bytes) -> str:
+    """Returns 16 hexadecimal digits of the SHA-256 of `text`."""
+    return hashlib.sha256(text).hexdigest()[:16]
 
 
 def _fields(value: msgspec.Struct, prefix: str = "") -> dict[str, str]:

@@ -357,6 +357,9 @@ def test_what_ranks_compare_has_names() -> None:
     named = identity(WithoutPlan(2), AdamW(max_norm=0.5), {"steps": 3}, "other")
     assert (named["max_norm"], named["steps"], named["setting 3"]) == ("0.5", "3", "'other'")
     assert named["version of PyTorch"] == torch.__version__
+    long = [identity(WithoutPlan(2), {"curve": [number] * 200})["curve"] for number in (1, 2)]
+    assert {len(text) for text in long} == {16}
+    assert long[0] != long[1]
 
 
 def ranks_with(*others: Any) -> Ranks:

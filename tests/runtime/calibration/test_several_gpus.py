@@ -87,7 +87,7 @@ def test_ranks_refuse_before_they_measure(driver: Driver, folder: Path) -> None:
         ["--several", name, "--out", "new.toml"] for name in ("one.toml", "other.toml")
     )
     assert calibrate(driver, folder, words, others) == [2, 2]
-    assert "ranks: settings: found" in driver.printed(1)
+    assert "ranks: cores: found 3 on rank 1; allowed: 16, as on rank 0" in driver.printed(1)
     words = ["qwen2.5-0.5b", "--out", "new.toml"]
     assert calibrate(driver, folder, words, words) == [2, 2]
     assert "calibrate: found 2 ranks (WORLD_SIZE); allowed: one process" in driver.printed(0)
