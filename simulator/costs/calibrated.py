@@ -16,7 +16,8 @@ The duration of a compute op is the first of these that is known:
 If a recompute that skips attention was not measured, the time of the attention is subtracted from
 the duration of the full recompute. The time of attention per token is known if both kinds of
 recompute were measured at shorter and longer sequences, or if the attention kernel was measured by
-itself. Otherwise the duration of the full recompute is multiplied by the ratio of the two datasheet
+itself. In a shorter sequence than these, it takes no longer per token than in the shortest of them.
+Otherwise the duration of the full recompute is multiplied by the ratio of the two datasheet
 times.
 
 The duration of a decoder layer is also multiplied by a ratio of datasheet times in these cases:
@@ -239,9 +240,10 @@ class Calibrated(ContendedCosts):
             ):
                 full, share = self._datasheet.whole(op)
                 duration, beyond = self._look_up(full)
-                saved = self._attention_ns(kind, size)
+                saved, most = self._attention_ns(kind, size)
                 if saved is None and self._datasheet.knows_attention:
-                    saved, beyond = round(self._datasheet.attention_ns(kind, op.layer)), True
+                    alone = self._datasheet.attention_ns(kind, op.layer)
+                    saved, beyond = round(min(alone, most)), True
                 self._known[key] = (
                     (max(duration - saved, 1), beyond)
                     if saved is not None
@@ -388,9 +390,13 @@ class Calibrated(ContendedCosts):
         ).duration_ns(op)
         return factor, factor != 1.0
 
-    def _attention_ns(self, kind: str, shape: str) -> int | None:
+    def _attention_ns(self, kind: str, shape: str) -> tuple[int | None, float]:
         """Returns the time of the attention in a recompute, in ns, from measured shapes of the same
         layer with and without attention, or None if they do not cover the sequence length.
+
+        The second result is the most that it can take, or infinity if that is not known: a token of
+        a shorter sequence attends to fewer tokens. The kernel alone, measured at longer sequences,
+        says little about short ones, where it mostly waits for its start.
         """
         measured = self.table.compute.get(kind, {})
         # sequence length -> (tokens, ns of attention) of each measurement
@@ -409,9 +415,11 @@ class Calibrated(ContendedCosts):
             (length, round(1000 * statistics.mean(ns / count for count, ns in pairs)))
             for length, pairs in sorted(lengths.items())
         )
-        if not picoseconds or not picoseconds[0][0] <= sequence <= picoseconds[-1][0]:
-            return None
-        return tokens * interpolate(picoseconds, sequence)[0] // 1000
+        if not picoseconds or sequence > picoseconds[-1][0]:
+            return None, math.inf
+        if sequence < picoseconds[0][0]:
+            return None, max(tokens * picoseconds[0][1] / 1000, 0)
+        return tokens * interpolate(picoseconds, sequence)[0] // 1000, math.inf
 
     def _summing_ns(self, op: Op) -> int:
         """Returns the extra time of a compute op whose gradient is one of several, in ns. It may be

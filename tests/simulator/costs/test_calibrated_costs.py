@@ -446,6 +446,33 @@ def test_beyond_the_measured_lengths_attention_grows_by_its_own_curve() -> None:
     assert costs.extrapolated(kept)
 
 
+def test_attention_of_short_sequences_takes_no_longer_than_in_the_shortest_that_was_measured() -> (
+    None
+):
+    """Saved attention saves 80 us of 800 us with 8 x 1,024 tokens. The kernel alone takes 400 us for
+    a row of 2,048 tokens and longer, because it mostly waits, which says nothing about 128.
+    """
+    measured, model = SHAPE.format(8), ModelSpec.load("qwen2.5-3b")
+    short = measured.replace("8x1024", "64x128")
+    layers = {
+        "recompute": {
+            measured: (80, 800_000),
+            short: (80, 790_000),
+            measured.replace("/", "-kept/"): (80, 720_000),
+        }
+    }
+    rows = ((2048, 400_000, 800_000), (4096, 410_000, 820_000))
+    curves = table(compute=layers, attention={"16x2x128-bf16": rows})
+    costs = cost_model(
+        msgspec.structs.replace(HardwareSpec.load("h200"), costs=curves),
+        model,
+        Workload(batch=64, sequence=128),
+    )
+    kept = Op(id="R0.m0", lane="compute", flops=1, shape=short.replace("/", "-kept/"))
+    assert costs.duration_ns(kept) == 790_000 - 80_000
+    assert costs.extrapolated(kept)
+
+
 def test_a_mask_for_documents_counts_once_beyond_the_measured_lengths() -> None:
     """In fp32 a mask separates documents, and the layer was measured without the mask.
 
