@@ -446,11 +446,9 @@ def test_beyond_the_measured_lengths_attention_grows_by_its_own_curve() -> None:
     assert costs.extrapolated(kept)
 
 
-def test_attention_of_short_sequences_takes_no_longer_than_in_the_shortest_that_was_measured() -> (
-    None
-):
-    """Saved attention saves 80 us of 800 us with 8 x 1,024 tokens. The kernel alone takes 400 us for
-    a row of 2,048 tokens and longer, because it mostly waits, which says nothing about 128.
+def test_attention_of_short_sequences_takes_no_longer_than_in_the_shortest_measured() -> None:
+    """Saved attention saves 80 us of 800 us with 8 x 1,024 tokens. The kernel alone takes 400 us
+    for rows of 2,048 and more tokens, because it mostly waits. That says nothing about 128.
     """
     measured, model = SHAPE.format(8), ModelSpec.load("qwen2.5-3b")
     short = measured.replace("8x1024", "64x128")
@@ -469,7 +467,7 @@ def test_attention_of_short_sequences_takes_no_longer_than_in_the_shortest_that_
         Workload(batch=64, sequence=128),
     )
     kept = Op(id="R0.m0", lane="compute", flops=1, shape=short.replace("/", "-kept/"))
-    assert costs.duration_ns(kept) == 790_000 - 80_000
+    assert costs.duration_ns(kept) == pytest.approx(790_000 - 80_000, abs=20)
     assert costs.extrapolated(kept)
 
 
