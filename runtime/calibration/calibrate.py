@@ -33,6 +33,7 @@ from megatrain.runtime.calibration.attention_kernel import (
     attention_rate,
 )
 from megatrain.runtime.calibration.cpu_adam_bench import BYTES, ChunkUpdates
+from megatrain.runtime.calibration.link import LinkBench
 from megatrain.runtime.calibration.measured_costs import (
     OPTIMIZER_KINDS,
     GridPoint,
@@ -103,7 +104,8 @@ seconds."""
 _HOST_SECONDS = 1.0
 """The least duration of each run of the CPU optimizer in seconds."""
 _HOST_TURNS = 4
-"""Number of runs of the CPU optimizer. Its speed varies by a tenth within minutes."""
+"""Number of runs of the CPU optimizer, and of measurements of the link. Their speed varies by a
+tenth within minutes."""
 _WINDOW_SECONDS = 0.15
 """The least duration of the CPU optimizer after each run of a plan, in seconds. About 30 such
 windows show how much its speed varies."""
@@ -442,19 +444,26 @@ def calibrate(
         )
         cleanup.callback(chunks.close)
         bench.updates = chunks
+        link = LinkBench(device, lane_threads(device), chunks.in_turn(), bench.memory)
+
+        def turn(number: int) -> None:
+            _measure_host_optimizer(bench, chunks, subject, quick, number)
+            progress(f"copies, alone and together, turn {number}")
+            link.measure()
+
         _measure_optimizer(bench, subject, quick)
         progress("all lanes together")
         together = bench.run(subject, bench.plan("double_buffer", small, workload), ())
         runs = list(itertools.product((subject, *others), dict.fromkeys((workload, *grid))))
         points = []
-        # The turns of the CPU optimizer are spread over the time of the other measurements.
+        # The turns are spread over the time of the other measurements.
         every = -(-len(runs) // (_HOST_TURNS - 1))
         for number, (measured, work) in enumerate(runs):
             if number % every == 0:
-                _measure_host_optimizer(bench, chunks, subject, quick, 1 + number // every)
+                turn(1 + number // every)
             progress(f"layers of {measured.model.name}, {work.batch} x {work.sequence} tokens")
             points.append(bench.layers(measured, work, workload))
-        _measure_host_optimizer(bench, chunks, subject, quick, 1 + -(-len(runs) // every))
+        turn(1 + -(-len(runs) // every))
         heads = bench.heads(subject, [work for _, work in runs], points)
         progress("attention alone")
         curves = attention_curves(model, workload, device)
@@ -479,9 +488,9 @@ def calibrate(
             shape = attention_shape(other.model, workload)
             if shape not in attention:
                 attention[shape] = attention_curve(other.model, workload, device)
-        progress("copies and rates")
+        progress("rates")
         rates = measure_rates(
-            small, workload, config, device, lane_threads(device), chunks.in_turn()
+            small, workload, config, device, lane_threads(device), chunks.in_turn(), link.rates()
         )
     if state != EXACT:
         _measure_format(bench, state, max(count, _LEAST_UPDATED))
@@ -507,7 +516,8 @@ def calibrate(
     measured_usual = reached.pop("", None) or reached.get("flash")
     usual = measured_usual or AttentionRate.usual()
     described = machine.describe(device)
-    h2d, d2h = copy_curve(rates.copies["load_weights"]), copy_curve(rates.copies["save_gradients"])
+    copies = rates.link.copies
+    h2d, d2h = copy_curve(copies["load_weights"]), copy_curve(copies["save_gradients"])
     library = HardwareSpec.of_gpu(table.measured_on)
     of_two, of_peer = collective_memory(library, device)
     kept_h2d, kept_d2h = (table.contention.get(lane, {}) for lane in ("h2d", "d2h"))
@@ -540,9 +550,9 @@ def calibrate(
         d2h_gb_per_s=d2h[-1][1],
         h2d_curve=h2d,
         d2h_curve=d2h,
-        duplex_curve=duplex_curve(rates.duplex, h2d, d2h),
+        duplex_curve=duplex_curve(rates.link.duplex, h2d, d2h),
         duplex_fraction=min(kept_h2d.get("d2h", 1.0), kept_d2h.get("h2d", 1.0)),
-        link_latency_ns=rates.copies["load_weights"][0][1],
+        link_latency_ns=copies["load_weights"][0][1],
         uncertainty=_UNCERTAINTY,
         host_gb_per_s=rounded(rates.host_bytes_per_s / 1e9),
         cpu_update_per_s=rounded(rate_at_the_end(table.curves["cpu_update"])),

@@ -1,13 +1,14 @@
 """Measures how much lanes slow each other.
 
 The speed of each lane, in units of work per second, is measured alone and while other lanes are
-busy. Each pair of lanes runs for one window of time. Lanes that share the host's DRAM run for two
-windows, in pairs and also all three together. The shares of two pairs cannot be multiplied: while
-both directions of the link are busy, the cores keep more of their speed than the product of the
-shares, and the link keeps less.
+busy. Each pair of lanes runs for a window of time. Lanes that share the host's DRAM run several
+times during a calibration (`link.py`), in pairs and also all three together. The shares of two
+pairs cannot be multiplied: while both directions of the link are busy, the cores keep more of their
+speed than the product of the shares, and the link keeps less.
 
-A result is computed from whole windows. For its spread, windows are cut into equal parts, and the
-result is computed again from the first part of each window, from the second part, and so on.
+A result is computed from whole windows, and is the median if lanes ran several times. For its
+spread, windows are cut into equal parts, and the result is computed again from the first part of
+each window, from the second part, and so on.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -31,11 +32,10 @@ from megatrain.runtime.optimizer import adamw as optimizer
 from megatrain.simulator.hardware.cost_table import KernelInterleaving
 from megatrain.simulator.hardware.limits import DRAM_LANES
 from megatrain.simulator.model.layer import LayerSpec
+from megatrain.simulator.schedule import Buffer, Schedule
 
 _WINDOW_SECONDS = 0.5
 """The length of a window in seconds."""
-_DRAM_WINDOWS = 2
-"""Number of windows for lanes that share the host's DRAM. Their speed varies most."""
 _PARTS = 8
 """Number of parts of a window."""
 _TWO_ERRORS = 2 / (1.35 * _PARTS**0.5)
@@ -48,10 +48,18 @@ _MOST_UPDATED = 2**28
 _AHEAD = 3
 """Number of units of work that the thread of a stream enqueues ahead, as in the executor. Without
 this, time that a thread waits for Python's lock would look like a slower GPU."""
+COPIES = {
+    "load_weights": ("host.weights:0", "device.weights:0"),
+    "save_gradients": ("device.gradients:0", "host.gradients:0"),
+}
+"""Kind of copy -> the buffers to copy from and to."""
 LaneRates = tuple[float, ...]
 """Units of work per second, over a whole window and then over each of its parts."""
 Speeds = Mapping[tuple[str, ...], Mapping[str, float]]
 """The lanes that run together -> each of these lanes -> its units of work per second."""
+Shares = dict[tuple[str, str], tuple[float, ...]]
+"""(lane, other lanes joined by `+`) -> the share of its speed that the lane keeps while the others
+are busy, over a whole window and then over each of its parts."""
 
 
 class Contention(NamedTuple):
@@ -76,6 +84,7 @@ def measure_contention(
     threads: dict[str, int],
     device: torch.device,
     host_update: Work,
+    of_dram: Sequence[Shares],
 ) -> Contention:
     """Measures how much lanes slow each other.
 
@@ -90,24 +99,48 @@ def measure_contention(
             the most DRAM bandwidth.
     """
     work = _lane_work(functional_layers, arenas, layer, largest, device) | {"cpu": host_update}
-    runs = _measure_together(work, threads, device)
-    whole, *parts = [
-        {
-            lanes: {lane: rates[part] for lane, rates in lane_rates.items()}
-            for lanes, lane_rates in runs.items()
-        }
-        for part in range(1 + _PARTS)
+    pairs = [
+        lanes for lanes in itertools.combinations(work, 2) if not set(lanes) <= DRAM_LANES.keys()
     ]
-    spreads = {
-        f"contention.{lane}.{other}": spread([shares(part)[lane, other] for part in parts])
-        for lane, other in shares(whole)
-    }
+    whole, spreads = typical([measure_shares(work, pairs, threads, device), *of_dram])
     turns, spreads_of_turns = (
         _measure_interleaving(functional_layers, arenas, layer, work["compute"], threads, device)
         if device.type == "cuda"
         else (None, {})
     )
     return Contention(kept(whole, spreads), turns, spreads | spreads_of_turns)
+
+
+def measure_shares(
+    work: Mapping[str, Work],
+    combinations: Sequence[tuple[str, ...]],
+    threads: dict[str, int],
+    device: torch.device,
+) -> Shares:
+    """Runs each lane of `combinations` alone, then each combination, for a window each. Returns the
+    share that each lane keeps in each combination.
+
+    Args:
+        work: Lane -> a unit of its work.
+        combinations: The lanes to run together.
+        threads: Lane -> the number of threads that its work may use.
+        device: The device of the lanes that have a stream.
+    """
+    alone = [(lane,) for lane in work if any(lane in lanes for lanes in combinations)]
+    runs = {
+        lanes: run_together({lane: work[lane] for lane in lanes}, threads, device)
+        for lanes in [*alone, *combinations]
+    }
+    parts = [
+        shares(
+            {
+                lanes: {lane: rates[part] for lane, rates in lane_rates.items()}
+                for lanes, lane_rates in runs.items()
+            }
+        )
+        for part in range(1 + _PARTS)
+    ]
+    return {key: tuple(part[key] for part in parts) for key in parts[0]}
 
 
 def shares(speeds: Speeds) -> dict[tuple[str, str], float]:
@@ -125,17 +158,64 @@ def shares(speeds: Speeds) -> dict[tuple[str, str], float]:
     }
 
 
-def kept(speeds: Speeds, spreads: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Returns the shares of `shares(speeds)` as `Contention.kept`, from 0.01 to 1.
+def typical(moments: Sequence[Shares]) -> tuple[dict[tuple[str, str], float], dict[str, float]]:
+    """Returns the median of each share over the moments at which it was measured, and its spread.
+
+    The spread is that of the parts of all windows, with the keys of `Contention.spread`.
+    """
+    found: dict[tuple[str, str], list[tuple[float, ...]]] = {}
+    for moment in moments:
+        for key, rates in moment.items():
+            found.setdefault(key, []).append(rates)
+    return (
+        {key: statistics.median(whole for whole, *_ in runs) for key, runs in found.items()},
+        {
+            f"contention.{lane}.{others}": spread([part for _, *parts in runs for part in parts])
+            for (lane, others), runs in found.items()
+        },
+    )
+
+
+def kept(
+    whole: Mapping[tuple[str, str], float], spreads: Mapping[str, float]
+) -> dict[str, dict[str, float]]:
+    """Returns the shares `whole` as `Contention.kept`, from 0.01 to 1.
 
     A share that is less than two standard errors below 1 is set to 1. `spreads` has the keys of
     `Contention.spread`.
     """
     by_lane: dict[str, dict[str, float]] = {}
-    for (lane, others), share in shares(speeds).items():
+    for (lane, others), share in whole.items():
         clear = 1 - share > _TWO_ERRORS * spreads.get(f"contention.{lane}.{others}", 0.0)
         by_lane.setdefault(lane, {})[others] = round(max(share, 0.01), 3) if clear else 1.0
     return by_lane
+
+
+def copy_buffers(largest: int, **others: int) -> Schedule:
+    """Returns a schedule without ops whose buffers `copy_work` uses, with `largest` bytes each.
+
+    `others` are the names of further buffers of the device, and their bytes.
+    """
+    sizes = {name: largest for pair in COPIES.values() for name in pair}
+    sizes |= {f"device.{name}:0": size for name, size in others.items()}
+    return Schedule(
+        policy="rates",
+        buffers=tuple(
+            Buffer(id=name, bytes=size, data="workspace", dtype="mixed")
+            for name, size in sizes.items()
+        ),
+        ops=(),
+    )
+
+
+def copy_work(arenas: Arenas, size: int) -> dict[str, Work]:
+    """Returns a unit of work for the lanes h2d and d2h: a copy of `size` bytes."""
+
+    def copy(source: str, target: str) -> Work:
+        read, write = (arenas.flat(name, torch.uint8, size) for name in (source, target))
+        return lambda: write.copy_(read, non_blocking=True)
+
+    return {"h2d": copy(*COPIES["load_weights"]), "d2h": copy(*COPIES["save_gradients"])}
 
 
 def run_together(
@@ -249,19 +329,13 @@ def _lane_work(
     d2h.
     """
     work, model = functional_layers.workload, functional_layers.model
-    width = functional_layers.dtype.itemsize
+    chunk = min(largest, functional_layers.dtype.itemsize * layer.elements)
     weights = layer_tensors(arenas, layer, "device.layer:0", functional_layers.dtype)
     for tensor in weights.values():
         tensor.normal_(0, 0.02)
     x = torch.randn(work.batch, work.sequence, model.carried, device=device).to(
         functional_layers.dtype
     )
-    chunk = min(largest, width * layer.elements)
-    flat = {
-        name: arenas.flat(name, torch.uint8, chunk)
-        for name in ("host.weights:0", "host.gradients:0", "device.weights:0", "device.gradients:0")
-    }
-
     functional_layers.begin(0)
     # The balancing loss needs the choices of the router.
     functional_layers.forward(layer.name, weights, x)
@@ -270,14 +344,9 @@ def _lane_work(
         saved = functional_layers.recompute(arenas, layer, "device.layer:0", x.detach())
         functional_layers.backward(saved, "device.layer:0", x)
 
-    return {
-        "compute": layer_both_ways,
-        "update": _update(_updated(layer), device),
-        "h2d": lambda: flat["device.weights:0"].copy_(flat["host.weights:0"], non_blocking=True),
-        "d2h": (
-            lambda: flat["host.gradients:0"].copy_(flat["device.gradients:0"], non_blocking=True)
-        ),
-    }
+    return {"compute": layer_both_ways, "update": _update(_updated(layer), device)} | copy_work(
+        arenas, chunk
+    )
 
 
 def _updated(layer: LayerSpec) -> int:
@@ -295,27 +364,6 @@ def _update(count: int, device: torch.device) -> Work:
     return lambda: optimizer.update(
         master, residual, state, gradient, settings=optimizer.AdamW(), rate=0.0, number=1, clip=None
     )
-
-
-def _measure_together(
-    work: dict[str, Work], threads: dict[str, int], device: torch.device
-) -> dict[tuple[str, ...], dict[str, LaneRates]]:
-    """Returns the rates of each lane alone, of all pairs and, with CUDA, of the three lanes that
-    share the host's DRAM.
-    """
-    combinations: list[tuple[str, ...]] = [
-        *itertools.combinations(work, 1),
-        *itertools.combinations(work, 2),
-    ]
-    if device.type == "cuda":
-        combinations.append(tuple(DRAM_LANES))
-    windows = {
-        lanes: _DRAM_WINDOWS if set(lanes) <= DRAM_LANES.keys() else 1 for lanes in combinations
-    }
-    return {
-        lanes: run_together({lane: work[lane] for lane in lanes}, threads, device, windows[lanes])
-        for lanes in combinations
-    }
 
 
 class _ConcurrentUpdate(NamedTuple):

@@ -77,7 +77,7 @@ def cost_table(
         device: The device that was measured.
     """
     curves: dict[str, list[tuple[int, int]]] = {
-        kind: list(points) for kind, points in rates.copies.items()
+        kind: list(points) for kind, points in rates.link.copies.items()
     }
     compute: dict[str, dict[str, tuple[int, int]]] = {}
     overhead = [

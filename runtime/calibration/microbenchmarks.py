@@ -1,5 +1,5 @@
-"""Measures rates that do not depend on a model: copies of several sizes, matrix products, memory,
-kernel launches, and how much lanes slow each other (`contention.py`).
+"""Measures rates that do not depend on a model: matrix products, memory, kernel launches, and how
+much lanes slow each other (`contention.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from transformers import PretrainedConfig
 
-from megatrain.runtime.calibration.contention import Contention, measure_contention, run_together
+from megatrain.runtime.calibration.contention import Contention, copy_buffers, measure_contention
+from megatrain.runtime.calibration.link import LinkRates, largest_copy
 from megatrain.runtime.calibration.timing import (
     TimedRate,
     Work,
@@ -30,15 +31,7 @@ from megatrain.simulator.hardware.cost_table import FixedCosts
 from megatrain.simulator.model.layer import DTYPE_BYTES
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Scaling, Workload
-from megatrain.simulator.schedule import Buffer, Schedule
 
-_COPY_SIZES = tuple(2**power for power in range(16, 29, 2))
-"""The sizes of copies in bytes: 64 KiB to 256 MiB."""
-_LEAST_DUPLEX = 2**20
-"""The least bytes of a copy in both directions. Enqueueing a smaller copy takes as long as the
-copy."""
-_DUPLEX_UNIT = 2**26
-"""Bytes of the copies that are enqueued at once."""
 _TOUCHED_BYTES = 2**30
 """Bytes of the new host memory that is touched and registered."""
 _PIECES = 8
@@ -53,11 +46,8 @@ _CALLS, _ROUNDS = 100, 10
 class MeasuredRates:
     """The measured rates, per second."""
 
-    copies: dict[str, list[tuple[int, int]]]
-    """Points (bytes, ns) of copies, for `load_weights` and `save_gradients`."""
-    duplex: list[tuple[int, int]]
-    """Points (bytes, ns) of copies while equal copies run in the other direction. Empty without a
-    GPU."""
+    link: LinkRates
+    """Copies between host and device."""
     contention: Contention
     """How much lanes slow each other."""
     matmul_flops: float
@@ -73,8 +63,8 @@ class MeasuredRates:
     fixed: FixedCosts
     """Costs of kernel launches, events and new host memory."""
     spread: dict[str, float]
-    """Interquartile range divided by the median, for each measurement. Keys are `KIND BYTES` for a
-    copy, and otherwise the field of HardwareSpec or CostTable."""
+    """Interquartile range divided by the median, for each measurement. Keys are those of
+    `LinkRates.spread`, and otherwise the field of HardwareSpec or CostTable."""
     fp8_flops: float
     """FLOP/s of a matrix product in fp8, without its casts, or 0 if the workload does not use
     fp8."""
@@ -87,8 +77,9 @@ def measure_rates(
     device: torch.device,
     threads: dict[str, int],
     host_update: Work,
+    link: LinkRates,
 ) -> MeasuredRates:
-    """Measures all rates, which takes about 20 s.
+    """Measures all rates, which takes about 15 s.
 
     Args:
         model: The model whose decoder layer 0 is the work of the compute lane.
@@ -97,52 +88,20 @@ def measure_rates(
         device: The device to measure.
         threads: Lane -> the number of threads that its ops may use.
         host_update: The work of the cpu lane while other lanes are busy.
+        link: What was measured of the link.
     """
-    layer, width, cuda = model.stack["0"], DTYPE_BYTES[workload.dtype], device.type == "cuda"
-    largest = _COPY_SIZES[-1] if cuda else _COPY_SIZES[-2]
-    sizes = {
-        "host.weights:0": largest,
-        "host.gradients:0": largest,
-        "device.weights:0": largest,
-        "device.gradients:0": largest,
-    }
-    sizes["device.layer:0"] = width * layer.elements
-    schedule = Schedule(
-        policy="rates",
-        buffers=tuple(
-            Buffer(id=name, bytes=size, data="workspace", dtype="mixed")
-            for name, size in sizes.items()
-        ),
-        ops=(),
-    )
+    layer, largest = model.stack["0"], largest_copy(device)
+    schedule = copy_buffers(largest, layer=DTYPE_BYTES[workload.dtype] * layer.elements)
     arenas = Arenas(schedule, device, device_limit_bytes=2**62, host_limit_bytes=2**62)
     own_threads = torch.get_num_threads()
     try:
         # Bytes from 1 to 59 make finite floats. With zeros, matrix products run 13 % too fast.
-        for name, size in sizes.items():
-            arenas.flat(name, torch.uint8, size).random_(1, 60)
-        torch.set_num_threads(1)
-        copies: dict[str, list[tuple[int, int]]] = {}
-        spreads: dict[str, float] = {}
-        for kind, source, target in (
-            ("load_weights", "host.weights:0", "device.weights:0"),
-            ("save_gradients", "device.gradients:0", "host.gradients:0"),
-        ):
-            for size in (size for size in _COPY_SIZES if size <= largest):
-                typical, spreads[f"{kind} {size}"] = _time_copy(
-                    arenas, source, target, size, largest, device
-                )
-                copies.setdefault(kind, []).append((size, round(typical)))
-        duplex = []
-        for size in (size for size in _COPY_SIZES if cuda and _LEAST_DUPLEX <= size <= largest):
-            typical, spreads[f"duplex_curve {size}"] = _time_duplex(
-                arenas, size, largest, threads, device
-            )
-            duplex.append((size, round(typical)))
+        for buffer in schedule.buffers:
+            arenas.flat(buffer.id, torch.uint8, buffer.bytes).random_(1, 60)
         torch.set_num_threads(threads["compute"])
         functional_layers = FunctionalLayers(model, workload, config, device)
         contention = measure_contention(
-            functional_layers, arenas, layer, largest, threads, device, host_update
+            functional_layers, arenas, layer, largest, threads, device, host_update, link.shares
         )
         host = torch.device("cpu")
         measured = {
@@ -155,15 +114,15 @@ def measure_rates(
         fixed, spreads_of_fixed = _fixed_costs(device)
         torch.set_num_threads(1)
         measured["thread_gb_per_s"] = _memory_rate(host)
-        spreads |= (
-            {name: result.spread for name, result in measured.items()}
+        spreads = (
+            link.spread
+            | {name: result.spread for name, result in measured.items()}
             | contention.spread
             | spreads_of_fixed
         )
         fp8 = measured.get("peak_tflops.fp8")
         return MeasuredRates(
-            copies,
-            duplex,
+            link,
             contention,
             measured[f"peak_tflops.{workload.dtype}"].value,
             measured["device_gb_per_s"].value,
@@ -177,76 +136,6 @@ def measure_rates(
     finally:
         torch.set_num_threads(own_threads)
         arenas.close()
-
-
-def _time_copy(
-    arenas: Arenas, source: str, target: str, size: int, largest: int, device: torch.device
-) -> TimedRate:
-    """Returns the time in ns of one copy of `size` bytes.
-
-    As in a step, each copy is at another place in both buffers, so small copies do not come from a
-    cache.
-    """
-    pairs = _pairs(arenas, source, target, size, largest)
-    times = []
-    for turn in range(12):
-        read, write = pairs[(turn * 7) % len(pairs)]
-        if device.type == "cuda":
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            write.copy_(read, non_blocking=True)
-            end.record()
-            end.synchronize()
-            times.append(round(start.elapsed_time(end) * 1e6))
-        else:
-            begin = time.perf_counter_ns()
-            write.copy_(read)
-            times.append(time.perf_counter_ns() - begin)
-    return TimedRate(statistics.median(times[2:]), spread(times[2:]))
-
-
-def _pairs(
-    arenas: Arenas, source: str, target: str, size: int, largest: int
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Returns pairs of tensors of `size` bytes to copy from and to, at all places in the
-    buffers.
-    """
-    places = range(0, largest - size + 1, size)
-    return [
-        (
-            arenas.flat(source, torch.uint8, size, place),
-            arenas.flat(target, torch.uint8, size, place),
-        )
-        for place in places
-    ]
-
-
-def _time_duplex(
-    arenas: Arenas, size: int, largest: int, threads: dict[str, int], device: torch.device
-) -> TimedRate:
-    """Returns the time in ns of a copy of `size` bytes in the slower direction, while equal copies
-    run in the other direction without a pause.
-    """
-    count = max(_DUPLEX_UNIT // size, 1)
-
-    def work(source: str, target: str) -> Work:
-        places = itertools.cycle(_pairs(arenas, source, target, size, largest))
-
-        def copies() -> None:
-            for read, write in itertools.islice(places, count):
-                write.copy_(read, non_blocking=True)
-
-        return copies
-
-    both = {
-        "h2d": work("host.weights:0", "device.weights:0"),
-        "d2h": work("device.gradients:0", "host.gradients:0"),
-    }
-    whole, *parts = (
-        1e9 / (count * min(rates))
-        for rates in zip(*run_together(both, threads, device).values(), strict=True)
-    )
-    return TimedRate(whole, spread(parts))
 
 
 def _matmul(dtype: torch.dtype, device: torch.device) -> TimedRate:

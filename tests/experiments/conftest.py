@@ -216,7 +216,7 @@ def remembering(function: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.fixture
 def fast_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shortens calibration, for tests that do not check its numbers."""
-    from megatrain.runtime.calibration import calibrate, contention
+    from megatrain.runtime.calibration import calibrate, contention, link
     from megatrain.runtime.calibration import microbenchmarks as rates
 
     monkeypatch.setattr(calibrate, "_SECONDS", 0.02)
@@ -228,7 +228,7 @@ def fast_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contention, "_UPDATED", 2**18)
     monkeypatch.setattr(rates, "_TOUCHED_BYTES", 2**20)
     monkeypatch.setitem(rates._MATRIX_ROWS, "cpu", 128)
-    monkeypatch.setattr(rates, "_COPY_SIZES", (2**16, 2**18, 2**20, 2**22))
+    monkeypatch.setattr(link, "COPY_SIZES", (2**16, 2**18, 2**20, 2**22))
 
 
 @pytest.fixture(scope="session")

@@ -37,6 +37,7 @@ from whole_models import (
 
 from megatrain.runtime.calibration import calibrate as calibration
 from megatrain.runtime.calibration.contention import Contention
+from megatrain.runtime.calibration.link import LinkRates
 from megatrain.runtime.calibration.microbenchmarks import MeasuredRates
 from megatrain.runtime.files.decoder_stack import DecoderStack
 from megatrain.runtime.files.model_files import export, folder_weights
@@ -443,7 +444,16 @@ def test_each_kind_of_layer_is_calibrated(monkeypatch: pytest.MonkeyPatch) -> No
         calibration,
         "measure_rates",
         lambda *_: MeasuredRates(
-            copies, [], Contention({}, None, {}), 1e11, 1e10, 1e10, 1e10, 1e8, fixed, {}, 0.0
+            LinkRates(copies, [], [], {}),
+            Contention({}, None, {}),
+            1e11,
+            1e10,
+            1e10,
+            1e10,
+            1e8,
+            fixed,
+            {},
+            0.0,
         ),
     )
     fixed = FixedCosts(launch_ns=1, event_ns=0, first_touch_gb_per_s=1.0, registration_gb_per_s=0.0)

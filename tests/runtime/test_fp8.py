@@ -15,6 +15,7 @@ from whole_models import model_of
 
 from megatrain.runtime.calibration import calibrate, microbenchmarks
 from megatrain.runtime.calibration.contention import Contention
+from megatrain.runtime.calibration.link import LinkRates
 from megatrain.runtime.calibration.microbenchmarks import MeasuredRates
 from megatrain.runtime.execution.preflight import preflight
 from megatrain.runtime.files.decoder_stack import DecoderStack
@@ -236,7 +237,7 @@ def test_a_calibration_measures_layers_and_products_in_fp8(
     copies = {kind: [(2**16, 1000), (2**20, 16_000)] for kind in ("load_weights", "save_gradients")}
     fixed = FixedCosts(launch_ns=1, event_ns=0, first_touch_gb_per_s=1.0, registration_gb_per_s=0.0)
     sides, none = (1e10, 1e10, 1e10, 1e8), Contention({}, None, {})
-    rates = MeasuredRates(copies, [], none, 1e11, *sides, fixed, {}, 1.7e11)
+    rates = MeasuredRates(LinkRates(copies, [], [], {}), none, 1e11, *sides, fixed, {}, 1.7e11)
     monkeypatch.setattr(calibrate, "measure_rates", lambda *_: rates)
     model, work = make_model(**WIDE), Workload(batch=2, sequence=16, fp8="rowwise")
     cpu, room = torch.device("cpu"), {"host_bytes": 2**33, "device_bytes": 2**32}

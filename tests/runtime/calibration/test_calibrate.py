@@ -20,6 +20,7 @@ from whole_models import model_of as whole_model_of
 from megatrain.runtime.calibration import (
     attention_kernel,
     contention,
+    link,
     measured_costs,
     profile_steps,
 )
@@ -60,7 +61,7 @@ def test_a_calibrated_machine_can_simulate_every_policy(
     monkeypatch.setattr(module, "_COMPUTE_SECONDS", 0.001)
     monkeypatch.setattr(module, "_WINDOW_SECONDS", 0.02)
     monkeypatch.setattr(contention, "_WINDOW_SECONDS", 0.02)
-    monkeypatch.setattr(rates, "_COPY_SIZES", sizes := (2**16, 2**18, 2**20))
+    monkeypatch.setattr(link, "COPY_SIZES", sizes := (2**16, 2**18, 2**20))
     monkeypatch.setattr(chunk_updates, "_SIZES", (64, 512))
     monkeypatch.setattr(measured_costs, "_LEAST_WINDOW", 512)
     monkeypatch.setattr(rates, "_TOUCHED_BYTES", 2**22)
@@ -83,8 +84,12 @@ def test_a_calibrated_machine_can_simulate_every_policy(
     )
     assert len(messages) == len(set(messages)) >= 3
     assert [line for line in messages if "turn" in line] == [
-        f"optimizer on the CPU: layers, chunks and gradient accumulation, turn {turn}"
+        line
         for turn in (1, 2)
+        for line in (
+            f"optimizer on the CPU: layers, chunks and gradient accumulation, turn {turn}",
+            f"copies, alone and together, turn {turn}",
+        )
     ]
     assert {64, 512} <= {size for size, _ in hardware.costs.curves["cpu_update"]}, (
         "parts of layers were not measured"

@@ -17,6 +17,7 @@ import torch
 from megatrain.runtime.calibration import calibrate as module
 from megatrain.runtime.calibration.calibrate import Subject, calibrate, collective_memory
 from megatrain.runtime.calibration.contention import Contention
+from megatrain.runtime.calibration.link import LinkRates
 from megatrain.runtime.calibration.measured_costs import OPTIMIZER_KINDS
 from megatrain.runtime.calibration.microbenchmarks import MeasuredRates
 from megatrain.runtime.calibration.profile_steps import StepProfile
@@ -48,11 +49,15 @@ def done(plan: Plan) -> StepProfile:
 
 
 RATES = MeasuredRates(
-    copies={
-        "load_weights": [(1000, 200), (4000, 400)],
-        "save_gradients": [(1000, 100), (4000, 500)],
-    },
-    duplex=[],
+    LinkRates(
+        copies={
+            "load_weights": [(1000, 200), (4000, 400)],
+            "save_gradients": [(1000, 100), (4000, 500)],
+        },
+        duplex=[],
+        shares=[],
+        spread={},
+    ),
     contention=Contention({"h2d": {"d2h": 0.75}, "d2h": {"h2d": 0.5}}, None, {}),
     matmul_flops=2e12,
     device_bytes_per_s=3e9,
@@ -73,6 +78,8 @@ class Calibration:
         self.made: list[tuple[int, str]] = []
         self.quick: list[Workload] = []
         self.rates, self.points = RATES, ((512, 1, 1),)
+        self.moments: list[int] = []
+        """Number of lines in `log` at each measurement of the link."""
         log = self.log
 
         def chunks(count: int, _dtype: object, _threads: int, state: str = "") -> Any:
@@ -101,6 +108,9 @@ class Calibration:
             "attention_curve": lambda *_: self.points,
             "attention_curves": lambda *_: {None: self.points, "flash": self.points},
             "measure_rates": lambda *_: self.rates,
+            "LinkBench": lambda *_: SimpleNamespace(
+                measure=lambda: self.moments.append(len(log)), rates=lambda: None
+            ),
             "linear_efficiency": lambda *_: 0.123456,
         }.items():
             monkeypatch.setattr(module, name, replaced)
@@ -148,11 +158,15 @@ def test_the_host_is_measured_in_at_most_four_turns_between_the_layers(
     layers = [line for line in calibration.said if line.startswith("layers")]
     assert len(layers) == points
     assert layers[0] == "layers of small, 2 x 16 tokens"
-    assert [line for line in calibration.said if line not in layers] == [
+    turns = [line for line in calibration.said if line.startswith("copies")]
+    assert len(turns) == len(calibration.moments)
+    turn = [number for number, line in enumerate(calibration.log, 1) if line.startswith("turn")]
+    assert calibration.moments == turn, "the link is measured after each turn of the optimizer"
+    assert [line for line in calibration.said if line not in layers + turns] == [
         "host memory: touching and registering",
         "all lanes together",
         "attention alone",
-        "copies and rates",
+        "rates",
     ]
 
 

@@ -18,7 +18,7 @@ from megatrain.runtime.calibration.timing import spread
 from megatrain.runtime.layers.functional_layers import FunctionalLayers, config_of
 from megatrain.runtime.memory.arenas import Arenas
 from megatrain.simulator.hardware.cost_table import KernelInterleaving
-from megatrain.simulator.schedule import LANES, Buffer, Schedule
+from megatrain.simulator.schedule import LANES
 from megatrain.simulator.schedule.plan import Plan
 
 
@@ -63,7 +63,7 @@ def test_shares_come_from_units_of_work_a_second() -> None:
         ("d2h", "cpu"): {"d2h": 23.0, "cpu": 75.0},
         ("h2d", "d2h", "cpu"): {"h2d": 20.0, "d2h": 20.0, "cpu": 64.0},
     }
-    assert contention.kept(speeds, {}) == {
+    assert contention.kept(contention.shares(speeds), {}) == {
         "h2d": {"d2h": 0.908, "cpu": 0.451, "d2h+cpu": 0.361},
         "d2h": {"h2d": 0.91, "cpu": 0.416, "h2d+cpu": 0.362},
         "cpu": {"h2d": 0.77, "d2h": 0.75, "h2d+d2h": 0.64},
@@ -81,7 +81,8 @@ def test_a_slowdown_within_the_spread_is_no_contention() -> None:
         ("cpu",): {"cpu": 100.0},
         ("h2d", "cpu"): {"h2d": 39.9, "cpu": 80.4},
     }
-    assert contention.kept(speeds, {"contention.h2d.cpu": 0.517, "contention.cpu.h2d": 0.216}) == {
+    spreads = {"contention.h2d.cpu": 0.517, "contention.cpu.h2d": 0.216}
+    assert contention.kept(contention.shares(speeds), spreads) == {
         "h2d": {"cpu": 1.0},
         "cpu": {"h2d": 0.804},
     }
@@ -94,24 +95,44 @@ def test_a_lane_keeps_at_least_a_hundredth_of_its_speed() -> None:
         ("cpu",): {"cpu": 100.0},
         ("h2d", "cpu"): {"h2d": 0.1, "cpu": 120.0},
     }
-    assert contention.kept(speeds, {}) == {"h2d": {"cpu": 0.01}, "cpu": {"h2d": 1.0}}
+    whole = contention.shares(speeds)
+    assert contention.kept(whole, {}) == {"h2d": {"cpu": 0.01}, "cpu": {"h2d": 1.0}}
 
 
-def test_lanes_that_share_dram_are_measured_longer_and_three_together_on_a_gpu(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    ran: dict[tuple[str, ...], int] = {}
-    monkeypatch.setattr(
-        contention, "run_together", lambda work, _, __, windows: ran.update({tuple(work): windows})
-    )
-    work = dict.fromkeys(("compute", "update", "h2d", "d2h", "cpu"), lambda: None)
-    contention._measure_together(work, {}, torch.device("cpu"))
-    assert len(ran) == 5 + 10
-    contention._measure_together(work, {}, torch.device("cuda"))
-    assert len(ran) == 5 + 10 + 1
-    longer = {"h2d", "d2h", "cpu"}
-    assert all(windows == (2 if set(lanes) <= longer else 1) for lanes, windows in ran.items())
-    assert ran["h2d", "d2h", "cpu"] == 2
+def test_each_lane_runs_alone_and_in_each_combination(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A share is computed from the same part of both windows."""
+    ran: list[tuple[str, ...]] = []
+
+    def together(work: dict[str, Any], *_: object) -> dict[str, tuple[float, ...]]:
+        ran.append(tuple(work))
+        speed = {"h2d": 50.0, "d2h": 40.0, "cpu": 10.0}
+        return {
+            lane: tuple(speed[lane] / len(work) / (2 if part == 3 else 1) for part in range(9))
+            for lane in work
+        }
+
+    monkeypatch.setattr(contention, "run_together", together)
+    work = dict.fromkeys(("compute", "h2d", "d2h", "cpu"), lambda: None)
+    lanes = ("h2d", "d2h", "cpu")
+    found = contention.measure_shares(work, [lanes[:2], lanes], {}, torch.device("cpu"))
+    assert ran == [("h2d",), ("d2h",), ("cpu",), lanes[:2], lanes]
+    assert found["h2d", "d2h"] == (0.5,) * 9
+    assert found["cpu", "h2d+d2h"] == pytest.approx([1 / 3] * 9)
+
+
+def test_a_share_is_the_median_of_all_moments_and_its_spread_that_of_all_parts() -> None:
+    """In one of the moments the link is slow."""
+    moments: list[contention.Shares] = [
+        {("h2d", "d2h"): (0.9, 0.9, 0.9), ("cpu", "h2d"): (0.7, 0.7, 0.7)},
+        {("h2d", "d2h"): (0.6, 0.5, 0.7)},
+        {("h2d", "d2h"): (0.8, 0.8, 0.8)},
+    ]
+    whole, spreads = contention.typical(moments)
+    assert whole == {("h2d", "d2h"): 0.8, ("cpu", "h2d"): 0.7}
+    assert spreads == {
+        "contention.h2d.d2h": spread([0.9, 0.9, 0.5, 0.7, 0.8, 0.8]),
+        "contention.cpu.h2d": 0.0,
+    }
 
 
 def test_turns_are_the_wait_of_an_update_and_the_loss_of_compute() -> None:
@@ -148,20 +169,7 @@ def tiny(
     monkeypatch.setattr(contention, "_UPDATED", 2**10)
     plan, device = executable(**getattr(request, "param", {})), torch.device("cpu")
     layer, largest = plan.model.stack["0"], 2**16
-    sizes = {
-        f"{place}.{what}:0": largest
-        for place in ("host", "device")
-        for what in ("weights", "gradients")
-    }
-    sizes["device.layer:0"] = 4 * layer.elements
-    schedule = Schedule(
-        policy="rates",
-        buffers=tuple(
-            Buffer(id=name, bytes=size, data="workspace", dtype="mixed")
-            for name, size in sizes.items()
-        ),
-        ops=(),
-    )
+    schedule = contention.copy_buffers(largest, layer=4 * layer.elements)
     arenas, chunks = (
         Arenas(schedule, device, device_limit_bytes=2**62, host_limit_bytes=2**62),
         ChunkUpdates(2**11, torch.float32, 1),
@@ -185,16 +193,27 @@ def test_every_pair_of_lanes_has_a_spread(tiny: Any) -> None:
         host_update()
         updates.append(1)
 
+    slow: contention.Shares = {("h2d", "cpu"): (0.5, 0.4, 0.6), ("cpu", "h2d"): (0.7, 0.6, 0.8)}
     found = contention.measure_contention(
-        templates, arenas, layer, largest, dict.fromkeys(LANES, 1), torch.device("cpu"), counted
+        templates,
+        arenas,
+        layer,
+        largest,
+        dict.fromkeys(LANES, 1),
+        torch.device("cpu"),
+        counted,
+        [slow],
     )
     measured = [lane for lane in LANES if lane != "exchange"]  # this number needs several GPUs
-    assert len(updates) >= 5 * len(measured), (
-        "a lane was not measured both alone and with each other lane"
-    )
+    assert len(updates) >= 5 * 3, "the CPU was not measured alone, with compute and with updates"
+    of_link = {"h2d", "d2h", "cpu"}
     assert found.spread.keys() == {
-        f"contention.{lane}.{other}" for lane in measured for other in measured if lane != other
-    }
+        f"contention.{lane}.{other}"
+        for lane in measured
+        for other in measured
+        if lane != other and not {lane, other} <= of_link
+    } | {"contention.h2d.cpu", "contention.cpu.h2d"}
+    assert found.kept["h2d"]["cpu"] == 0.5
     assert max(found.spread.values()) > 0
     assert found.turns is None, "only a GPU has these"
 

@@ -12,6 +12,7 @@ from whole_models import model_of
 
 from megatrain.runtime.calibration import measured_costs as module
 from megatrain.runtime.calibration.contention import Contention
+from megatrain.runtime.calibration.link import LinkRates
 from megatrain.runtime.calibration.measured_costs import GridPoint
 from megatrain.runtime.calibration.microbenchmarks import MeasuredRates
 from megatrain.runtime.calibration.profile_steps import StepProfile
@@ -44,8 +45,7 @@ def steps(*times: tuple[int, int, float]) -> StepProfile:
 def rates(**changes: Any) -> MeasuredRates:
     fixed = FixedCosts(launch_ns=5, event_ns=0, first_touch_gb_per_s=1.0, registration_gb_per_s=0.0)
     usual = {
-        "copies": {"load_weights": [(100, 10), (200, 19)]},
-        "duplex": [],
+        "link": LinkRates({"load_weights": [(100, 10), (200, 19)]}, [], [], {}),
         "contention": Contention({"h2d": {"cpu": 0.5}}, None, {}),
         "matmul_flops": 1e12,
         "device_bytes_per_s": 1e9,

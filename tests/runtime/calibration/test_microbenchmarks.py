@@ -5,17 +5,17 @@ the amount of work divided by its time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from clock import Clock
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatrain.runtime.calibration import microbenchmarks as module
 from megatrain.runtime.calibration.contention import Contention
-from megatrain.runtime.calibration.timing import TimedRate, Work, spread
+from megatrain.runtime.calibration.link import LinkRates
+from megatrain.runtime.calibration.timing import TimedRate, Work
 from megatrain.runtime.layers.functional_layers import config_of
 from megatrain.simulator.hardware.cost_table import FixedCosts
 from megatrain.simulator.model.workload import Workload
@@ -23,28 +23,6 @@ from megatrain.simulator.schedule import LANES
 from megatrain.simulator.schedule.plan import Plan
 
 CPU = torch.device("cpu")
-
-
-class Clock(TorchDispatchMode):
-    """A clock that only advances while given operators of PyTorch run."""
-
-    def __init__(self, nanoseconds: dict[Any, Callable[[torch.Tensor], int]]) -> None:
-        """`nanoseconds` has the duration of each operator, as a function of its first argument."""
-        super().__init__()
-        self.now, self._nanoseconds = 10**9, nanoseconds
-
-    def __torch_dispatch__(
-        self, function: Any, _types: Any, arguments: Any = (), options: Any = None
-    ) -> Any:
-        if function in self._nanoseconds:
-            self.now += self._nanoseconds[function](arguments[0])
-        return function(*arguments, **(options or {}))
-
-    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        readings = SimpleNamespace(
-            perf_counter=lambda: self.now / 1e9, perf_counter_ns=lambda: self.now
-        )
-        monkeypatch.setattr(module, "time", readings)
 
 
 @pytest.fixture
@@ -89,55 +67,6 @@ def test_the_rate_of_adam_is_that_of_bf16_weights_and_gradients(half_a_second: l
     assert found == (pytest.approx(2 * count * 28 / 22), 0.25)
 
 
-@pytest.fixture
-def storage() -> dict[str, torch.Tensor]:
-    drawn = torch.arange(64, dtype=torch.uint8)
-    return {"here": drawn, "there": torch.zeros_like(drawn)}
-
-
-def test_copies_are_at_all_places_and_timed_after_two(
-    storage: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Copies of one place only would come from a cache."""
-    durations = iter([1000, 500, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10])
-    clock = Clock({torch.ops.aten.copy_.default: lambda _: next(durations)})
-    clock.install(monkeypatch)
-    arenas: Any = SimpleNamespace(
-        flat=lambda name, _, count, place: storage[name][place : place + count]
-    )
-    with clock:
-        found = module._time_copy(arenas, "here", "there", 8, 64, CPU)
-    assert found == (5.5, 1.0)
-    assert not list(durations)
-    assert storage["there"].equal(storage["here"])
-
-
-def test_a_copy_in_both_directions_takes_as_long_as_the_slower(
-    storage: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A unit of work is four copies here. Only a GPU copies in both directions."""
-    names = ("host.weights:0", "device.weights:0", "device.gradients:0", "host.gradients:0")
-    memory = {name: storage["there"].clone() for name in names}
-    for source in names[::2]:
-        memory[source].copy_(storage["here"])
-    arenas: Any = SimpleNamespace(
-        flat=lambda name, _, count, place: memory[name][place : place + count]
-    )
-
-    def together(both: dict[str, Work], *_: object) -> dict[str, tuple[float, ...]]:
-        for _ in range(2):
-            for work in both.values():
-                work()
-        return {"h2d": (2.0, 4.0, 5.0), "d2h": (1.0, 5.0, 2.5)}
-
-    monkeypatch.setattr(module, "_DUPLEX_UNIT", 32)
-    monkeypatch.setattr(module, "run_together", together)
-    found = module._time_duplex(arenas, 8, 64, {}, CPU)
-    assert found.value == 1e9 / 4
-    assert found.spread == spread([1 / 4.0, 1 / 2.5])
-    assert all(tensor.equal(storage["here"]) for tensor in memory.values())
-
-
 def test_launches_and_new_memory_cost_what_their_calls_take(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -151,7 +80,7 @@ def test_launches_and_new_memory_cost_what_their_calls_take(
             torch.ops.aten.fill_.Scalar: lambda memory: memory.nbytes // 4,
         }
     )
-    clock.install(monkeypatch)
+    clock.install(monkeypatch, module)
     monkeypatch.setattr(module, "_TOUCHED_BYTES", 2**16)
     with clock:
         found, spreads = module._fixed_costs(CPU)
@@ -174,7 +103,9 @@ def threads() -> Iterator[None]:
 def test_each_rate_is_measured_on_the_threads_that_it_has_in_a_step(
     executable: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch, fp8: Any
 ) -> None:
-    """Copies run on one thread, and compute on those of its lane."""
+    """A thread's share of the host's DRAM is measured on one thread, and compute on those of its
+    lane.
+    """
     used: list[tuple[str, int]] = []
     numbers = iter(range(1, 20))
 
@@ -186,13 +117,14 @@ def test_each_rate_is_measured_on_the_threads_that_it_has_in_a_step(
     def rate() -> TimedRate:
         return TimedRate(float(next(numbers)), 0.5)
 
-    for name in ("_time_copy", "_matmul", "_fp8_matmul", "_memory_rate", "_adam_rate"):
+    for name in ("_matmul", "_fp8_matmul", "_memory_rate", "_adam_rate"):
         measured(name, rate)
     fixed = FixedCosts(launch_ns=1, event_ns=0, first_touch_gb_per_s=1.0, registration_gb_per_s=0.0)
     measured("_fixed_costs", lambda: (fixed, {"fixed.launch_ns": 0.1}))
     contention = Contention({}, None, {"contention.h2d.cpu": 0.2})
     measured("measure_contention", lambda: contention)
-    monkeypatch.setattr(module, "_COPY_SIZES", (2**10, 2**12, 2**14))
+    monkeypatch.setattr(module, "largest_copy", lambda _: 2**12)
+    link = LinkRates({"load_weights": [(2**10, 1)]}, [], [], {"load_weights 1024": 0.4})
     plan = executable()
     workload = Workload(batch=1, sequence=8, dtype="bf16", fp8=fp8)
     found = module.measure_rates(
@@ -202,10 +134,10 @@ def test_each_rate_is_measured_on_the_threads_that_it_has_in_a_step(
         CPU,
         {**dict.fromkeys(LANES, 2), "compute": 3},
         lambda: None,
+        link,
     )
     more = ["_fp8_matmul"] if fp8 else []
     assert used == [
-        *[("_time_copy", 1)] * 4,
         *[
             (name, 3)
             for name in (
@@ -221,23 +153,19 @@ def test_each_rate_is_measured_on_the_threads_that_it_has_in_a_step(
         ("_memory_rate", 1),
     ]
     assert torch.get_num_threads() == 4
-    assert found.copies == {
-        "load_weights": [(2**10, 1), (2**12, 2)],
-        "save_gradients": [(2**10, 3), (2**12, 4)],
-    }
-    assert (found.matmul_flops, found.fp8_flops) == (5, 6 if fp8 else 0)
+    assert found.link == link
+    assert (found.matmul_flops, found.fp8_flops) == (1, 2 if fp8 else 0)
     assert [
         found.device_bytes_per_s,
         found.host_bytes_per_s,
         found.cpu_adam_per_s,
         found.thread_bytes_per_s,
-    ] == [6 + len(more) + number for number in range(4)]
+    ] == [2 + len(more) + number for number in range(4)]
     rates = ("peak_tflops.bf16", "device_gb_per_s", "host_gb_per_s", "thread_gb_per_s")
     rates += ("cpu_adam_per_s", *(["peak_tflops.fp8"] if fp8 else []))
-    copies = [f"{kind} {size}" for kind in found.copies for size in (2**10, 2**12)]
     assert found.spread == {
-        **dict.fromkeys((*rates, *copies), 0.5),
+        **dict.fromkeys(rates, 0.5),
+        "load_weights 1024": 0.4,
         "fixed.launch_ns": 0.1,
         "contention.h2d.cpu": 0.2,
     }
-    assert found.duplex == [], "only a GPU copies in both directions"
