@@ -37,7 +37,7 @@ from megatrain.runtime.optimizer.adamw import (
     sum_of_squares,
 )
 from megatrain.simulator import policies
-from megatrain.simulator.memory.account import account
+from megatrain.simulator.memory.account import WITHOUT_ACTIVATIONS, account
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
@@ -209,7 +209,7 @@ def plan_with(policy: str, knobs: Knobs) -> Plan:
         knobs=knobs,
     )
     schedule = policies.lower(plan)
-    need = account(schedule, 1, 1, 0, 0)
+    need = account(schedule, 1, 1, WITHOUT_ACTIVATIONS, 0)
     return msgspec.structs.replace(
         plan,
         digest=schedule.digest,

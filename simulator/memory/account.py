@@ -7,7 +7,7 @@ Every pool is allocated once, as a whole. The peak of a place (`device` or `host
 
 The workspace exists only on the device. It is the memory that ops allocate and free while they run,
 measured or estimated (`formulas.py`). Saved activations are allocated by PyTorch while a layer
-runs. They are counted like slots, with the measured bytes if they were measured.
+runs. They are counted like slots, with the measured bytes if they were measured (`SlotBytes`).
 
 Fragmentation, the CUDA context, the interpreter and its libraries are not modeled. A caller can add
 them with the argument `extra`.
@@ -34,6 +34,11 @@ PROCESS = "host.process"
 """The pool of host memory that the process needs in addition to the schedule's pools."""
 TUNING = "host.tuning"
 """The pool of host memory that the compiler needs while it tunes kernels (`tuning_bytes`)."""
+SlotBytes = Mapping[DataClass, int]
+"""Class of data -> the bytes of each buffer of this class that PyTorch allocates. They replace the
+sizes in the schedule."""
+WITHOUT_ACTIVATIONS: SlotBytes = {"activations": 0, "saved_activations": 0}
+"""The pools that the plan allocates, without what PyTorch allocates."""
 PLACES = ("device", "host")
 """The two memories."""
 CLASSES = ("weights", "gradients", "moments", "activations", "workspace", "staging")
@@ -142,7 +147,7 @@ def account(
     schedule: Schedule,
     device_limit_bytes: int,
     host_limit_bytes: int,
-    activations_bytes: int | None,
+    slot_bytes: SlotBytes | None,
     workspace_bytes: int,
     extra: Mapping[str, int] | None = None,
     *,
@@ -154,8 +159,7 @@ def account(
         schedule: The schedule. Only its buffers are used.
         device_limit_bytes: Device memory that the run may use.
         host_limit_bytes: Host memory that the run may use.
-        activations_bytes: Bytes of one decoder layer's saved activations. None uses the sizes in
-            the schedule.
+        slot_bytes: Bytes of saved activations. None uses the sizes in the schedule.
         workspace_bytes: Bytes of the workspace, from `peak_workspace_bytes`.
         extra: Bytes of additional pools, by `PLACE.NAME`.
         advise: Whether to write the advice. A search leaves it out, because it looks at many
@@ -165,7 +169,7 @@ def account(
     kinds: dict[str, Buffer] = {}
     for buffer in schedule.buffers:
         pool = buffer.pool
-        pools[pool] += held_bytes(buffer, activations_bytes)
+        pools[pool] += held_bytes(buffer, slot_bytes)
         kinds[pool] = buffer
     pools[WORKSPACE] += workspace_bytes
     for pool, size in (extra or {}).items():
@@ -181,18 +185,15 @@ def account(
     slots: dict[str, list[int]] = defaultdict(list)
     for buffer in schedule.buffers:
         if not buffer.persistent:
-            slots[buffer.pool].append(held_bytes(buffer, activations_bytes))
+            slots[buffer.pool].append(held_bytes(buffer, slot_bytes))
     return msgspec.structs.replace(memory, advice=_advice(memory, slots))
 
 
-def held_bytes(buffer: Buffer, activations_bytes: int | None) -> int:
-    """Returns the bytes that the buffer takes in its pool.
-
-    If `activations_bytes` is not None, it replaces the size of a buffer that PyTorch allocates.
-    """
-    return (
-        activations_bytes if buffer.dynamic and activations_bytes is not None else buffer.allocated
-    )
+def held_bytes(buffer: Buffer, slot_bytes: SlotBytes | None) -> int:
+    """Returns the bytes that the buffer takes in its pool."""
+    if slot_bytes is None or not buffer.dynamic:
+        return buffer.allocated
+    return slot_bytes.get(buffer.data, buffer.allocated)
 
 
 def _advice(memory: Account, slots: Mapping[str, list[int]]) -> str:
@@ -227,24 +228,24 @@ def _advice(memory: Account, slots: Mapping[str, list[int]]) -> str:
 
 
 def usage(
-    schedule: Schedule, timeline: Timeline, activations_bytes: int | None = None
+    schedule: Schedule, timeline: Timeline, slot_bytes: SlotBytes | None = None
 ) -> dict[str, list[tuple[int, int]]]:
     """Returns the bytes in use in each pool during a timeline.
 
     The result is pool -> list of (time_ns, bytes from that time on), which begins at time 0. A slot
     is in use from the start of the op that acquires it to the end of the op that releases it. A
-    persistent buffer is always in use. `activations_bytes` is as in `account`.
+    persistent buffer is always in use. `slot_bytes` is as in `account`.
     """
     base: dict[str, int] = defaultdict(int)
     changes: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
     for buffer in schedule.buffers:
-        base[buffer.pool] += held_bytes(buffer, activations_bytes) if buffer.persistent else 0
+        base[buffer.pool] += held_bytes(buffer, slot_bytes) if buffer.persistent else 0
     for op in schedule.ops:
         span = timeline.by_op[op.id]
         for sign, time, names in ((1, span.start_ns, op.acquires), (-1, span.end_ns, op.releases)):
             for name in names:
                 changes[schedule.buffer[name].pool][time] += sign * held_bytes(
-                    schedule.buffer[name], activations_bytes
+                    schedule.buffer[name], slot_bytes
                 )
     steps: dict[str, list[tuple[int, int]]] = {}
     for pool, level in base.items():
@@ -258,7 +259,7 @@ def usage(
 
 
 def peak_workspace_bytes(
-    workspace: Workspace, schedule: Schedule, activations_bytes: int | None
+    workspace: Workspace, schedule: Schedule, slot_bytes: SlotBytes | None
 ) -> int:
     """Returns the bytes of `device.workspace` with which the temporary tensors of every op fit.
 
@@ -274,11 +275,11 @@ def peak_workspace_bytes(
     Args:
         workspace: Bytes of temporary tensors in the ops of layers, head and updates.
         schedule: The schedule. Only its buffers are used.
-        activations_bytes: As in `account`.
+        slot_bytes: As in `account`.
     """
     saved = sum(
         [
-            held_bytes(buffer, activations_bytes)
+            held_bytes(buffer, slot_bytes)
             for buffer in schedule.buffers
             if buffer.data == "activations"
         ]

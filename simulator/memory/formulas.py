@@ -5,17 +5,19 @@ was not measured.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import msgspec
 
 from megatrain.simulator.base import plugins
 from megatrain.simulator.hardware.cost_table import Workspace
 from megatrain.simulator.model.attention_masks import added_mask_bytes, mask_bytes, saved_mask_bytes
-from megatrain.simulator.model.layer import DTYPE_BYTES, EMBEDDING
+from megatrain.simulator.model.layer import DTYPE_BYTES, EMBEDDING, LayerSpec
 from megatrain.simulator.model.layer_memory import (
     added_fp8_bytes,
-    max_saved_bytes,
+    backward_bytes,
     rebuilt_bytes,
+    saved_bytes,
     transient_bytes,
 )
 from megatrain.simulator.model.op_work import projected_rows
@@ -25,22 +27,48 @@ from megatrain.simulator.schedule.arithmetic import summed_columns
 
 
 @plugins.cached(maxsize=16)  # a search asks for one workload hundreds of times
-def activations_estimate(model: ModelSpec, workload: Workload) -> int:
-    """Returns the estimated bytes of the saved activations of one decoder layer for one
-    micro-batch. If layers differ, it is the largest.
+def activation_estimates(model: ModelSpec, workload: Workload) -> Mapping[str, int]:
+    """Returns decoder layer -> the estimated bytes of its saved activations for one micro-batch.
 
-    The activations are the tensors that autograd saves, by `max_saved_bytes`,
-    `saved_mask_bytes` and `fp8_saved_bytes`, and the layer's output, which exists until the layer's
-    backward pass. On an H200, the estimate is within 0.1 % of the measured bytes for four models
-    with eager layers (experiments/results). For one model with compiled layers, which save less, it
-    equals them in bf16 and in fp8.
+    The activations are the tensors that autograd saves, by `saved_bytes`, `saved_mask_bytes` and
+    `fp8_saved_bytes`, and the layer's output, which exists until the layer's backward pass. On an
+    H200, the estimate is within 0.1 % of the measured bytes for four models with eager layers
+    (experiments/results). For one model with compiled layers, which save less, it equals them in
+    bf16 and in fp8.
     """
-    return (
-        max_saved_bytes(model, _as_run(model, workload))
-        + saved_mask_bytes(model, workload)
+    alike = dict[str, int]()
+    others = (
+        saved_mask_bytes(model, workload)
         + workload.tokens * model.carried * DTYPE_BYTES[workload.dtype]
         + fp8_saved_bytes(model, workload)
     )
+    for layer in model.decoders:
+        if layer.signature not in alike:
+            own = saved_bytes(model, layer.name, _as_layer_runs(layer, workload))
+            alike[layer.signature] = own + others
+    return {layer.name: alike[layer.signature] for layer in model.decoders}
+
+
+@plugins.cached(maxsize=16)
+def activations_estimate(model: ModelSpec, workload: Workload) -> int:
+    """Returns the largest of `activation_estimates`."""
+    return max(activation_estimates(model, workload).values())
+
+
+@plugins.cached(maxsize=16)
+def added_transients(model: ModelSpec, workload: Workload) -> Mapping[str, int]:
+    """Returns decoder layer -> the estimated bytes by which the temporary tensors of its backward
+    pass exceed those in the workspace, or 0. The workspace has room for the temporary tensors of
+    the layer with the highest peak, beside the largest activations (`transient_bytes`). Those of a
+    layer that saves less may be larger.
+    """
+    alike, usual = dict[str, int](), transient_bytes(model, _as_run(model, workload))
+    for layer in model.decoders:
+        if layer.signature not in alike:
+            run = _as_layer_runs(layer, workload)
+            own = backward_bytes(model, layer, run) - saved_bytes(model, layer.name, run)
+            alike[layer.signature] = max(own - usual, 0)
+    return {layer.name: alike[layer.signature] for layer in model.decoders}
 
 
 @plugins.cached(maxsize=16)
@@ -50,6 +78,11 @@ def rebuilt_estimate(model: ModelSpec, workload: Workload) -> int:
     """
     layers = {layer.signature: layer.name for layer in model.decoders}.values()
     return min(rebuilt_bytes(model, layer, workload) for layer in layers)
+
+
+def _as_layer_runs(layer: LayerSpec, workload: Workload) -> Workload:
+    """Returns the workload without compiled layers if `layer` always runs eagerly."""
+    return msgspec.structs.replace(workload, compiled=workload.compiled and layer.compilable)
 
 
 def _as_run(model: ModelSpec, workload: Workload) -> Workload:

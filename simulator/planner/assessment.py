@@ -23,14 +23,16 @@ from megatrain.simulator.memory.account import (
     peak_workspace_bytes,
 )
 from megatrain.simulator.memory.formulas import (
+    activation_estimates,
     activations_estimate,
+    added_transients,
     rebuilt_estimate,
     tuning_bytes,
     workspace_estimate,
 )
 from megatrain.simulator.model.attention_masks import mask_bytes
 from megatrain.simulator.model.layer import DTYPE_BYTES
-from megatrain.simulator.schedule import LANES, OFFLOADING, Buffer, Op, Schedule
+from megatrain.simulator.schedule import LANES, OFFLOADING, Buffer, DataClass, Op, Schedule
 from megatrain.simulator.schedule.arithmetic import blocks_of, part_elements
 from megatrain.simulator.schedule.plan import Knobs, Plan, Prediction
 
@@ -179,15 +181,14 @@ def plan_account(
     """
     if policy_library.find(plan.policy).prediction_only:
         return account(schedule, plan.device_limit_bytes, plan.host_limit_bytes, None, 0)
-    activations = activations_bytes(plan, costs)
-    schedule = _without_reused(plan, schedule)
+    schedule, held = _without_reused(plan, schedule, costs)
     measured = costs.workspace(plan.model, plan.workload)
     op_workspace = measured or workspace_estimate(plan.model, plan.workload)
     # What a layer does not save exists again in its backward pass.
     op_workspace = msgspec.structs.replace(
         op_workspace, layer=op_workspace.layer + _rebuilt_bytes(plan)
     )
-    workspace = peak_workspace_bytes(op_workspace, schedule, activations)
+    workspace = peak_workspace_bytes(op_workspace, schedule, held)
     if measured is None:
         workspace += costs.library_bytes
     workspace += costs.collective_bytes(plan.gpus)
@@ -201,7 +202,7 @@ def plan_account(
         schedule,
         plan.device_limit_bytes,
         plan.host_limit_bytes,
-        activations,
+        held,
         workspace,
         {pool: size for pool, size in extra.items() if size},
         advise=advise,
@@ -209,7 +210,8 @@ def plan_account(
 
 
 def activations_bytes(plan: Plan, costs: CostModel) -> int:
-    """Returns the bytes of the saved activations of one decoder layer for one micro-batch.
+    """Returns the bytes of the saved activations of one decoder layer for one micro-batch. If
+    layers differ, it is the largest.
 
     The number is measured if the machine was calibrated, and otherwise `activations_estimate`. The
     outputs that the plan's layers rebuild (`Knobs.rebuild_outputs`) are subtracted.
@@ -219,13 +221,45 @@ def activations_bytes(plan: Plan, costs: CostModel) -> int:
     return size - _rebuilt_bytes(plan)
 
 
+def layer_activations(plan: Plan, costs: CostModel) -> dict[str, int]:
+    """Returns decoder layer -> the bytes of its saved activations for one micro-batch: those of the
+    largest layer (`activations_bytes`), in proportion to the estimates of both layers.
+    """
+    largest, estimates = (
+        activations_bytes(plan, costs),
+        activation_estimates(plan.model, plan.workload),
+    )
+    most = max(estimates.values())
+    return {layer: -(-largest * size // most) for layer, size in estimates.items()}
+
+
+def slot_bytes(plan: Plan, costs: CostModel) -> dict[DataClass, int]:
+    """Returns the bytes of a slot for the activations of a recomputed layer, and of a slot for
+    those of a layer that saves them, for one micro-batch.
+
+    The first is the largest of `layer_activations`. The second is the mean of all layers that save
+    activations. It includes the most bytes by which temporary tensors of one of these layers exceed
+    the workspace.
+    """
+    sizes, group = layer_activations(plan, costs), plan.knobs.micro_batch_group
+    largest, saved = max(sizes.values()), plan.placed("saved_activations")
+    if not saved:
+        return {"activations": largest, "saved_activations": largest}
+    added = added_transients(plan.model, plan.workload)
+    total = group * sum(sizes[layer] for layer in saved) + max(added[layer] for layer in saved)
+    return {"activations": largest, "saved_activations": -(-total // (group * len(saved)))}
+
+
 def _rebuilt_bytes(plan: Plan) -> int:
     """Returns the bytes of the outputs that each decoder layer of the plan rebuilds."""
     return rebuilt_estimate(plan.model, plan.workload) if plan.knobs.rebuild_outputs else 0
 
 
-def _without_reused(plan: Plan, schedule: Schedule) -> Schedule:
-    """Returns `schedule` without the recompute slots that reuse memory of saved layers.
+def _without_reused(
+    plan: Plan, schedule: Schedule, costs: CostModel
+) -> tuple[Schedule, dict[DataClass, int]]:
+    """Returns `schedule` without the recompute slots that reuse memory of saved layers, and the
+    bytes of its slots.
 
     The framework allocates saved and recomputed activations from the same memory. The activations
     of all layers in `saved_activations` exist at once only at the end of the forward pass. When a
@@ -235,23 +269,26 @@ def _without_reused(plan: Plan, schedule: Schedule) -> Schedule:
     the saved layers below it. On an H200, a step of a 3B model with 32 x 4,096 tokens took 13.6 %
     less memory than with a slot for every recomputed layer.
     """
-    saved = plan.placed("saved_activations")
+    held, saved = slot_bytes(plan, costs), plan.placed("saved_activations")
     if not saved:
-        return schedule
-    group = plan.knobs.micro_batch_group
+        return schedule, held
+    sizes, group = layer_activations(plan, costs), plan.knobs.micro_batch_group
     most = below = 0
     for block in blocks_of(plan):
-        if str(block[0]) in saved:
-            below += group
+        if (first := str(block[0])) in saved:
+            below += group * sizes[first]
         else:
-            most = max(most, below + len(block))
-    extra = max(most - group * len(saved), 0)
+            most = max(most, below + len(block) * held["activations"])
+    extra = max(most - group * len(saved) * held["saved_activations"], 0)
+    count = -(-extra // held["activations"])
     kept, slots = list[Buffer](), 0
     for buffer in schedule.buffers:
         slots += buffer.data == "activations"
-        if buffer.data != "activations" or slots <= extra:
+        if buffer.data != "activations" or slots <= count:
             kept.append(buffer)
-    return msgspec.structs.replace(schedule, buffers=tuple(kept))
+    if count:
+        held["activations"] = -(-extra // count)
+    return msgspec.structs.replace(schedule, buffers=tuple(kept)), held
 
 
 def without_unused_inputs(plan: Plan) -> Plan:

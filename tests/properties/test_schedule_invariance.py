@@ -27,7 +27,7 @@ from megatrain.runtime.layers.functional_layers import config_of
 from megatrain.runtime.optimizer.blockwise import decoded_first, decoded_second, records
 from megatrain.runtime.optimizer.settings import AdamW, GroupSettings
 from megatrain.simulator import policies
-from megatrain.simulator.memory.account import account
+from megatrain.simulator.memory.account import WITHOUT_ACTIVATIONS, account
 from megatrain.simulator.model.layer import DTYPE_BYTES, LayerSpec
 from megatrain.simulator.model.optimizer import MUON
 from megatrain.simulator.model.specs import ModelSpec
@@ -313,7 +313,7 @@ def planned(
         knobs=knobs,
     )
     schedule = policies.lower(plan)
-    need = account(schedule, 1, 1, 0, 0)
+    need = account(schedule, 1, 1, WITHOUT_ACTIVATIONS, 0)
     limits = {
         "device_limit_bytes": need.device_peak_bytes + spare_bytes,
         "host_limit_bytes": max(need.host_peak_bytes, 1) + spare_bytes,

@@ -112,7 +112,7 @@ def test_an_update_takes_its_share_of_memory_s_time_or_of_the_cores(
     workspace = Workspace(layer=1, head=2, update=3)
     for state, more in (("exact", 0), ("bf16-sr", 2**28)):
         schedule = policies.lower(in_format(make_plan("resident"), state))
-        assert peak_workspace_bytes(workspace, schedule, 1) == max(2, more + 2)
+        assert peak_workspace_bytes(workspace, schedule, {"activations": 1}) == max(2, more + 2)
 
 
 def test_an_update_that_was_measured_in_its_format_is_not_derived(

@@ -29,7 +29,7 @@ from megatrain.runtime.memory.arenas import Arenas
 from megatrain.runtime.optimizer.adamw import AdamW, WorkerThreads
 from megatrain.simulator import policies
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.memory.account import account
+from megatrain.simulator.memory.account import WITHOUT_ACTIVATIONS, account
 from megatrain.simulator.model.workload import BY_LAYER, Clipping
 from megatrain.simulator.schedule.plan import Plan
 
@@ -115,7 +115,7 @@ def test_pools_fit_to_the_byte_or_are_refused(
     place: str,
 ) -> None:
     plan = executable(gradient_slots=1)
-    need = account(policies.lower(plan), 1, 1, 0, 0)
+    need = account(policies.lower(plan), 1, 1, WITHOUT_ACTIVATIONS, 0)
     peak = getattr(need, f"{place}_peak_bytes")
     largest = next(pool for pool in need.pools if pool.startswith(place))
     with session(msgspec.structs.replace(plan, **{f"{place}_limit_bytes": peak})) as fits:
@@ -192,7 +192,10 @@ def test_pools_are_allocated_as_the_simulator_accounts_for_them(
             if not buffer.dynamic
         }
         assert real == pools
-        assert arenas.total("device") == account(schedule, 1, 1, 0, 0).device_peak_bytes
+        assert (
+            arenas.total("device")
+            == account(schedule, 1, 1, WITHOUT_ACTIVATIONS, 0).device_peak_bytes
+        )
         assert arenas.total("host") == predicted.host_peak_bytes
 
 

@@ -31,7 +31,7 @@ from megatrain.runtime.training.notes import epochs_note
 from megatrain.runtime.training.run_folder import RunFolder, append, save_plan
 from megatrain.runtime.training.trainer import Trainer
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.memory.account import account
+from megatrain.simulator.memory.account import WITHOUT_ACTIVATIONS, account
 from megatrain.simulator.policies import lower
 from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.schedule.timeline import Timeline
@@ -82,7 +82,7 @@ def test_a_run_leaves_a_complete_folder(place: Path, run: Any) -> None:
     )
     memory = json.loads((out / "memory.json").read_text())
     assert memory.keys() == {"pools", "device_pool_bytes", "host_pool_bytes"}, "no GPU was used"
-    predicted = account(lower(plan), 1, 1, 0, 0)
+    predicted = account(lower(plan), 1, 1, WITHOUT_ACTIVATIONS, 0)
     assert (memory["device_pool_bytes"], memory["host_pool_bytes"]) == (
         predicted.device_peak_bytes,
         predicted.host_peak_bytes,

@@ -8,23 +8,36 @@ from pathlib import Path
 import msgspec
 import pytest
 from calibrated_models import calibrated_model
+from whole_models import model_of
 
 from megatrain.simulator import policies
 from megatrain.simulator.costs import Replayed, cost_model
 from megatrain.simulator.engine.evaluator import evaluate
 from megatrain.simulator.hardware.cost_table import Workspace
 from megatrain.simulator.hardware.machine import HardwareSpec
-from megatrain.simulator.memory.account import account, peak_workspace_bytes, usage
-from megatrain.simulator.memory.formulas import activations_estimate, workspace_estimate
+from megatrain.simulator.memory.account import SlotBytes, account, peak_workspace_bytes, usage
+from megatrain.simulator.memory.formulas import (
+    activation_estimates,
+    activations_estimate,
+    added_transients,
+    workspace_estimate,
+)
 from megatrain.simulator.model.attention_masks import added_mask_bytes, mask_bytes, repeated_bytes
 from megatrain.simulator.model.families.part import Compiled
+from megatrain.simulator.model.layer_memory import backward_bytes, saved_bytes, transient_bytes
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
-from megatrain.simulator.planner.assessment import plan_account
+from megatrain.simulator.planner import assessment
+from megatrain.simulator.planner.assessment import plan_account, slot_bytes
 from megatrain.simulator.schedule import Buffer, Op, Schedule
 from megatrain.simulator.schedule.plan import Placement, Plan
 from megatrain.simulator.schedule.timeline import Span, Timeline
 
+LAYERS_THAT_DIFFER: dict[str, dict[str, object]] = {
+    "qwen3_next": {"full_attention_interval": 4, "mlp_only_layers": []},
+    "deepseek_v3": {"first_k_dense_replace": 4},
+}
+"""Family -> keys of a config with layers that save different amounts."""
 SCHEDULE = Schedule(
     policy="test",
     buffers=(
@@ -75,7 +88,8 @@ def test_buffers_are_rounded_up_and_pools_summed() -> None:
 
 
 def test_measured_activations_win_over_the_estimate() -> None:
-    assert account(SCHEDULE, 2**20, 2**20, 1234, 0).pools["device.activations"] == 1234
+    measured: SlotBytes = {"activations": 1234, "saved_activations": 99}
+    assert account(SCHEDULE, 2**20, 2**20, measured, 0).pools["device.activations"] == 1234
 
 
 @pytest.mark.parametrize(
@@ -153,8 +167,9 @@ def test_usage_never_exceeds_the_account_and_ends_where_it_began(
             for index, op in enumerate(schedule.ops)
         ),
     )
-    pools = account(schedule, 2**40, 2**40, 500, 0).pools
-    steps = usage(schedule, evaluate(schedule, Replayed(durations)), 500)
+    measured: SlotBytes = {"activations": 500, "saved_activations": 500}
+    pools = account(schedule, 2**40, 2**40, measured, 0).pools
+    steps = usage(schedule, evaluate(schedule, Replayed(durations)), measured)
     persistent = {buffer.pool for buffer in schedule.buffers if buffer.persistent}
     for pool, points in steps.items():
         assert [time for time, _ in points] == sorted({time for time, _ in points})
@@ -217,7 +232,8 @@ def test_head_and_update_use_the_memory_of_the_saved_activations() -> None:
     """
     assert peak_workspace_bytes(Workspace(layer=70, head=5000), SCHEDULE, None) == 70
     assert peak_workspace_bytes(Workspace(layer=70, head=11_000), SCHEDULE, None) == 760
-    assert peak_workspace_bytes(Workspace(layer=70, head=11_000), SCHEDULE, 10_960) == 70
+    measured: SlotBytes = {"activations": 10_960}
+    assert peak_workspace_bytes(Workspace(layer=70, head=11_000), SCHEDULE, measured) == 70
     assert peak_workspace_bytes(Workspace(layer=70, head=0, update=99_999), SCHEDULE, None) == 70
     updating = msgspec.structs.replace(
         SCHEDULE,
@@ -258,6 +274,104 @@ def test_recomputed_layers_use_the_memory_of_saved_layers_that_are_done(
     ) == most * activations_estimate(plan.model, plan.workload)
     if stored in ("3", "2-3", "all") and interval == 1:
         assert not pools.get("device.activations")
+
+
+@pytest.mark.parametrize("stored", ["", "7", "4-7", "all", "0", "3", "0-3", "1,5-6", "0-6"])
+@pytest.mark.parametrize("family", ["qwen3_next", "deepseek_v3"])
+@pytest.mark.parametrize("measured", [None, 10**6], ids=["estimated", "calibrated"])
+def test_each_layer_counts_with_the_activations_that_it_saves(
+    make_plan: Callable[..., Plan],
+    monkeypatch: pytest.MonkeyPatch,
+    stored: str,
+    family: str,
+    measured: int | None,
+) -> None:
+    """The account has room for the largest sum of saved activations and temporary tensors at any
+    time, and for at most one layer's difference more.
+
+    The first four layers of one model save less than the others, and two of the other model's eight
+    layers. Calibration measures only the largest layer.
+    """
+    plan = make_plan(
+        "overlapped",
+        model=model_of(family, num_hidden_layers=8, **LAYERS_THAT_DIFFER[family]),
+        placement=Placement(saved_activations=stored),
+        accumulation=2,
+        loss_chunk=1,
+    )
+    model, work = plan.model, plan.workload
+    estimates = activation_estimates(model, work)
+    largest, least = max(estimates.values()), min(estimates.values())
+    assert largest > 1.02 * least
+    costs = cost_model(HardwareSpec.load("h200"), model, work)
+    monkeypatch.setattr(type(costs), "activations_bytes", lambda *_: measured)
+    scale = (measured or largest) / largest
+    temporary = {
+        layer.name: backward_bytes(model, layer, work) - saved_bytes(model, layer.name, work)
+        for layer in model.decoders
+    }
+    schedule, held, most = policies.lower(plan), dict[str, float](), 0.0
+    for op in schedule.lanes["compute"]:
+        for name in op.acquires:
+            if schedule.buffer[name].dynamic:
+                held[name] = scale * estimates[op.layer]
+        if op.kind == "backward":
+            most = max(most, sum(held.values()) + scale * temporary[op.layer])
+        for name in op.releases:
+            held.pop(name, None)
+    pools = plan_account(plan, schedule, costs).pools
+    counted = pools.get("device.saved_activations", 0) + pools.get("device.activations", 0)
+    transient, rounding = transient_bytes(model, work), model.layers + 2
+    counted += scale * transient
+    assert most <= counted + rounding
+    more = largest - least + max(transient - least for least in temporary.values())
+    assert counted <= most + scale * more + rounding
+
+
+@pytest.mark.parametrize(
+    ("stored", "group", "each"),
+    [
+        ("", 1, 200),
+        ("0-1", 1, 150),
+        ("2-3", 1, 115),
+        ("all", 1, 133),
+        ("all", 3, 128),
+        ("2", 2, 110),
+    ],
+)
+def test_the_bytes_of_a_saved_layer_are_a_mean_with_temporary_tensors(
+    make_plan: Callable[..., Plan],
+    monkeypatch: pytest.MonkeyPatch,
+    stored: str,
+    group: int,
+    each: int,
+) -> None:
+    """Layers save 100, 200, 100 and 100 bytes for a micro-batch by the estimates, and the largest
+    200 by a measurement. The workspace lacks 20 bytes for layer 2 and 30 for layer 3.
+    """
+    plan = make_plan(
+        "overlapped",
+        placement=Placement(saved_activations=stored),
+        accumulation=group,
+        micro_batch_group=group,
+    )
+    assert plan.model.layers == 4
+    estimates, added = {"0": 50, "1": 100, "2": 50, "3": 50}, {"0": 0, "1": 0, "2": 20, "3": 30}
+    monkeypatch.setattr(assessment, "activation_estimates", lambda *_: estimates)
+    monkeypatch.setattr(assessment, "added_transients", lambda *_: added)
+    costs = cost_model(HardwareSpec.load("h200"), plan.model, plan.workload)
+    monkeypatch.setattr(type(costs), "activations_bytes", lambda *_: 200)
+    assert slot_bytes(plan, costs) == {"activations": 200, "saved_activations": each}
+
+
+def test_temporary_tensors_of_a_layer_that_saves_less_may_be_larger() -> None:
+    model = model_of("qwen3_next", num_hidden_layers=4, **LAYERS_THAT_DIFFER["qwen3_next"])
+    work = Workload(batch=2, sequence=64)
+    added, usual = added_transients(model, work), transient_bytes(model, work)
+    assert added.keys() == {"0", "1", "2", "3"}
+    for layer in model.decoders:
+        own = backward_bytes(model, layer, work) - saved_bytes(model, layer.name, work)
+        assert added[layer.name] == max(own - usual, 0)
 
 
 @pytest.mark.parametrize("loss_chunk", [16, 4096], ids=["layers need most", "the head needs most"])
