@@ -227,7 +227,8 @@ def run_together(
 ) -> dict[str, LaneRates]:
     """Runs the work of all lanes together, and returns the rates of each lane.
 
-    Work counts from the time at which all lanes run until the first of them stops. If the work of a
+    No work is left on the device when this function returns, so its memory may be freed. Work
+    counts from the time at which all lanes run until the first of them stops. If the work of a
     lane raises an exception, all lanes are stopped and the exception is raised here. A lane with a
     count runs all of its units even then, because other processes may wait for them.
 
@@ -271,6 +272,8 @@ def run_together(
                 if len(begun) > _AHEAD:
                     begun.popleft().synchronize()
             ended[lane].append(time.perf_counter())
+        if stream is not None:
+            stream.synchronize()
 
     def wait(enough: Callable[[], bool]) -> None:
         while not stop.is_set() and not enough():

@@ -95,7 +95,6 @@ def test_the_result_is_the_median_of_all_moments(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(module, "measure_shares", shares)
     monkeypatch.setattr(module, "_time_copies", lambda *given: [moment[0] * given[3] // 2**10] * 2)
     monkeypatch.setattr(module, "_time_duplex", lambda _, size, *__: (moment[0] * size / 512,) * 3)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     memory, threads = ReusablePinnedPool(registered=False), torch.get_num_threads()
     bench = module.LinkBench(gpu, dict.fromkeys(LANES, 1), lambda: None, memory)
     for _ in range(3):

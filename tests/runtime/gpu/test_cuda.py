@@ -432,6 +432,30 @@ def test_steps_compile_the_fused_update_once() -> None:
     assert compiled() == before
 
 
+def test_no_work_is_left_when_lanes_have_run_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller may free the memory at once. On an H200, copies that were still running ended the
+    process with a launch failure.
+    """
+    monkeypatch.setattr(contention, "_WINDOW_SECONDS", 0.05)
+    device, size, enqueued = torch.device("cuda", 0), 2**28, list[torch.cuda.Event]()
+    pinned, memory = (
+        torch.empty(size, dtype=torch.uint8, pin_memory=True),
+        [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)],
+    )
+
+    def copy(target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+        enqueued.append(torch.cuda.current_stream(device).record_event())
+
+    work: dict[str, Callable[[], object]] = {
+        "h2d": lambda: copy(memory[0], pinned),
+        "d2h": lambda: copy(pinned, memory[1]),
+    }
+    contention.run_together(work, {"h2d": 1, "d2h": 1}, device)
+    assert len(enqueued) >= 10
+    assert all(event.query() for event in enqueued)
+
+
 @pytest.fixture(scope="module")
 def machine() -> HardwareSpec:
     """Returns a machine that was calibrated with short measurements.
