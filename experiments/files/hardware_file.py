@@ -57,8 +57,9 @@ _COMMENTS = {
         "curves. Each is equally likely."
     ),
     "costs.fixed": (
-        "Host time of one kernel launch and of recording one event, and the rates at which new\n"
-        "pages are allocated. Of these, predictions use launch_ns only."
+        "Host time of one kernel launch, of one function that autograd calls and of recording one\n"
+        "event, and the rates at which new pages are allocated. Predictions use launch_ns and\n"
+        "backward_call_ns only."
     ),
     "costs.attention": (
         "The attention kernel alone, by its heads: tokens of a causal sequence, ns of a forward,\n"

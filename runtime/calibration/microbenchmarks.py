@@ -38,8 +38,8 @@ _PIECES = 8
 """Number of pieces in which this memory is touched and registered."""
 _MATRIX_ROWS = {"cuda": 8192, "cpu": 768}
 """Type of device -> the rows of a square matrix product."""
-_CALLS, _ROUNDS = 100, 10
-"""Number of calls in a round and number of rounds, for launches and events."""
+_CALLS, _ROUNDS = 100, 20
+"""Number of calls in a round and number of rounds, for launches, autograd's calls and events."""
 
 
 @dataclass(frozen=True)
@@ -185,8 +185,8 @@ def _rate(amount: float, seconds: TimedRate) -> TimedRate:
 def _fixed_costs(device: torch.device) -> tuple[FixedCosts, dict[str, float]]:
     """Returns the fixed costs, and the spread of each by its field.
 
-    The time of a launch or an event is the mean over calls that are enqueued without waiting. Host
-    memory is timed on new pages, in pieces.
+    The time of a launch, of a function that autograd calls, or of an event is the mean over calls
+    that are enqueued without waiting. Host memory is timed on new pages, in pieces.
     """
     small, cuda = torch.zeros(64, device=device), device.type == "cuda"
 
@@ -199,6 +199,19 @@ def _fixed_costs(device: torch.device) -> tuple[FixedCosts, dict[str, float]]:
             stamps.append(time.perf_counter_ns())
         synchronize(device)
         return [(end - begin) / _CALLS for begin, end in itertools.pairwise(stamps)]
+
+    def by_autograd() -> list[float]:
+        """Returns the ns per function that autograd calls in a backward pass, for each round."""
+        leaf, times = torch.ones(64, device=device, requires_grad=True), []
+        for _ in range(1 + _ROUNDS):
+            result = leaf
+            for _ in range(_CALLS):
+                result = result * 1.0
+            begin = time.perf_counter_ns()
+            torch.autograd.grad(result, leaf, small)
+            times.append((time.perf_counter_ns() - begin) / _CALLS)
+            synchronize(device)
+        return times[1:]
 
     def piecewise(work: Callable[[torch.Tensor], object]) -> list[float]:
         """Returns the GB/s of `work` on each piece of the new memory."""
@@ -221,12 +234,14 @@ def _fixed_costs(device: torch.device) -> tuple[FixedCosts, dict[str, float]]:
     memory.close()
     rounds = {
         "launch_ns": launches,
+        "backward_call_ns": (called := by_autograd()),
         "event_ns": recorded,
         "first_touch_gb_per_s": touched,
         "registration_gb_per_s": registered,
     }
     fixed = FixedCosts(
         launch_ns=round(statistics.mean(launches)),
+        backward_call_ns=round(statistics.mean(called)),
         event_ns=round(statistics.mean(recorded)),
         first_touch_gb_per_s=rounded(statistics.harmonic_mean(touched)),
         registration_gb_per_s=rounded(statistics.harmonic_mean(registered)),

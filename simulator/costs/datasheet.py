@@ -107,6 +107,9 @@ memory's bandwidth, so it is used for every GPU."""
 _CALL_NS = 7_200
 """The host's time of calling a PyTorch function on a GPU, if it was not measured. Calibrated H200
 machines need 7.2 to 10.2 us (experiments/results/h200-*/hardware.toml, launch_ns)."""
+_BACKWARD_CALL = 1.6
+"""The time of a function that autograd calls, relative to `launch_ns`, if it was not measured: 1.55
+to 1.71 on an H200 with 16 cores (docs/lab_notes.md, "Calls of the host")."""
 _ATTENTION_BACKWARD = 1.25
 """FLOPs of the backward pass of flash attention, relative to those in `op_work`. It has five
 matrix products instead of four, because it recomputes the scores (Dao, 2023)."""
@@ -303,7 +306,10 @@ class Datasheet(EstimatedCosts):
             return 0
         calls = op_work(self.model, kind, layer, self.workload).calls
         fixed = self.hardware.costs.fixed if self.hardware.costs else None
-        return calls * (fixed.launch_ns if fixed else _CALL_NS)
+        each = fixed.launch_ns if fixed else _CALL_NS
+        if kind == "backward":
+            each = (fixed.backward_call_ns if fixed else 0) or round(_BACKWARD_CALL * each)
+        return calls * each
 
     def _products_slowdown(self, kind: str, layer: str) -> float:
         """Returns the time of a compute op's matrix products relative to `linear_efficiency`. It is

@@ -123,12 +123,15 @@ class KernelInterleaving(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 
 
 class FixedCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Fixed costs on the host. Measured durations include them. Only `launch_ns` is used, for loops
-    over chunks of a row (`Part.loop`).
+    """Fixed costs on the host. Measured durations include them. Only `launch_ns` and
+    `backward_call_ns` are used, for loops over chunks of a row (`Part.loop`).
     """
 
     launch_ns: int
     """Time to enqueue a kernel, in nanoseconds."""
+    backward_call_ns: int = 0
+    """Time of a function that autograd calls in a backward pass, in nanoseconds, or 0 if it was not
+    measured."""
     event_ns: int
     """Time to record a timing event in nanoseconds, or 0 without a GPU."""
     first_touch_gb_per_s: float

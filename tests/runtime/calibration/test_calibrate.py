@@ -155,6 +155,7 @@ def test_a_calibrated_machine_can_simulate_every_policy(
     assert hardware.uncertainty == 0.10
     assert table.fixed is not None
     assert 0 < table.fixed.launch_ns < 10**8
+    assert 0 < table.fixed.backward_call_ns < 10**8
     assert 0.0001 < table.fixed.first_touch_gb_per_s < 10_000
     assert table.fixed.event_ns == table.fixed.registration_gb_per_s == 0, "only a GPU has these"
 
@@ -171,7 +172,8 @@ def test_a_calibrated_machine_can_simulate_every_policy(
         "thread_gb_per_s",
         "cpu_adam_per_s",
     }
-    numbers |= {"step_overhead_ns", "fixed.launch_ns", "fixed.first_touch_gb_per_s"}
+    numbers |= {"step_overhead_ns", "fixed.first_touch_gb_per_s"}
+    numbers |= {"fixed.launch_ns", "fixed.backward_call_ns"}
     single = {
         f"{kind} {points[1][0]}"
         for kind, points in table.curves.items()

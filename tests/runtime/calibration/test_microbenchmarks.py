@@ -70,13 +70,14 @@ def test_the_rate_of_adam_is_that_of_bf16_weights_and_gradients(half_a_second: l
 def test_launches_and_new_memory_cost_what_their_calls_take(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The first call is left out, because it also loads the kernel. Memory is touched at 4 bytes
-    per ns.
+    """The first call is left out, because it also loads the kernel. So is the first backward pass.
+    Memory is touched at 4 bytes per ns.
     """
-    launches = iter([10**6])
+    launches, products = iter([10**6]), iter([10**6] * 200)
     clock = Clock(
         {
             torch.ops.aten.add_.Tensor: lambda _: next(launches, 7),
+            torch.ops.aten.mul.Tensor: lambda _: next(products, 9),
             torch.ops.aten.fill_.Scalar: lambda memory: memory.nbytes // 4,
         }
     )
@@ -85,9 +86,14 @@ def test_launches_and_new_memory_cost_what_their_calls_take(
     with clock:
         found, spreads = module._fixed_costs(CPU)
     assert found == FixedCosts(
-        launch_ns=7, event_ns=0, first_touch_gb_per_s=4.0, registration_gb_per_s=0.0
+        launch_ns=7,
+        backward_call_ns=9,
+        event_ns=0,
+        first_touch_gb_per_s=4.0,
+        registration_gb_per_s=0.0,
     )
-    assert spreads == {"fixed.launch_ns": 0.0, "fixed.first_touch_gb_per_s": 0.0}
+    names = ("launch_ns", "backward_call_ns", "first_touch_gb_per_s")
+    assert spreads == {f"fixed.{name}": 0.0 for name in names}
 
 
 @pytest.fixture

@@ -824,19 +824,28 @@ def test_the_options_of_a_shape_are_those_of_its_workload(
     assert workload(args, model).shape == measured.shape
 
 
-@pytest.mark.parametrize(("kind", "calls"), [("forward", 37), ("backward", 54)])
-def test_a_loop_over_chunks_takes_at_least_the_time_of_its_calls(kind: str, calls: int) -> None:
+@pytest.mark.parametrize(("kind", "calls", "longer"), [("forward", 37, 1.0), ("backward", 54, 1.6)])
+def test_a_loop_over_chunks_takes_at_least_the_time_of_its_calls(
+    kind: str, calls: int, longer: float
+) -> None:
     """The host calls the functions of a chunk once for all rows. So one row of 4,096 tokens takes
-    as long as the calls, and 64 rows take longer. Rows of this length were not measured.
+    as long as the calls, and 64 rows take longer. Rows of this length were not measured. The calls
+    of a backward pass take longer, by a factor if they were not measured.
     """
     measured = HardwareSpec.load(str(RESULTS / "h200-compiled-set" / "hardware.toml"))
     assert measured.costs is not None
     assert measured.costs.fixed is not None
     model = suite("compiled").measured()["qwen3-next-64-experts"]
     layer = model.decoders[0]
+    fixed = measured.costs.fixed
+    both = msgspec.structs.replace(fixed, backward_call_ns=15_000)
+    known = msgspec.structs.replace(
+        measured, costs=msgspec.structs.replace(measured.costs, fixed=both)
+    )
     for hardware, call in (
-        (measured, measured.costs.fixed.launch_ns),
-        (msgspec.structs.replace(measured, costs=None), 7200),
+        (measured, longer * fixed.launch_ns),
+        (known, 15_000 if kind == "backward" else fixed.launch_ns),
+        (msgspec.structs.replace(measured, costs=None), longer * 7200),
     ):
         durations = []
         for batch in (1, 64):
@@ -846,4 +855,4 @@ def test_a_loop_over_chunks_takes_at_least_the_time_of_its_calls(kind: str, call
             op = Op(id=f"{kind[0].upper()}0.m0", lane="compute", flops=flops, shape=shape)
             durations.append(cost_model(hardware, model, work).duration_ns(op))
         least = 64 * calls * call
-        assert least <= durations[0] < 1.5 * least < durations[1]
+        assert 0.999 * least <= durations[0] < 1.5 * least < durations[1]
