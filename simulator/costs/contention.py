@@ -44,9 +44,11 @@ beside products of 31, 21 and 6 ms, and clipping factors 31 and 23 ms
 (experiments/results/h100-x4-large-models). Each kernel of an exchange waited 2.8 to 3.3 ms beside
 products of 6.3 and 6.6 ms (experiments/results/h200-x4)."""
 _USUAL = 0.4
-"""The same for other kinds of ops. Updates beside forward passes of 7B and 14B waited 0.6 to 1.0 of
-a product, in the mean (experiments/results/h200-x4). But with 0.7, steps whose updates run beside
-backward passes are predicted up to 7 % too slow (experiments/results/h200-qwen2.5-7b-batches)."""
+"""The same for other kinds of ops. Updates beside forward passes of 7B and 14B on four GPUs waited
+0.6 to 1.0 of a product, in the mean (experiments/results/h200-x4), and on one GPU, beside products
+of 0.9, 2.7 and 5.3 ms, 0.1, 0.3 and 0.5 of it (experiments/results/h200-16-cores-link). With 0.7,
+steps whose updates run beside backward passes are predicted up to 7 % too slow
+(experiments/results/h200-qwen2.5-7b-batches)."""
 _HELD = 80_000
 """The speed that compute loses to a collective, in millionths. A kernel of a collective keeps some
 multiprocessors from its launch until it has the data of all ranks. Fitted to four H100
@@ -99,8 +101,9 @@ class ContentionModel:
                 order of bytes. It replaces the pairs of the two directions.
             turns: the sharing of the device. It replaces the pairs of compute and update.
             high_priority: whether schedules have ops of high priority.
-            product_ns: the time of the longest matrix product of a layer. If products are long,
-                kernels of other lanes wait longer than `turns` says (`_SHARE`).
+            product_ns: the time of the longest matrix product of a layer, or 0 if it is unknown.
+                Kernels of other lanes wait for a part of it (`_SHARE`), and as long as `turns`
+                says if it is unknown.
             several: what was measured of compute beside collectives. It replaces `turns` and the
                 constants for collectives.
         """
@@ -195,7 +198,7 @@ class ContentionModel:
             # Compute loses speed to a collective that was measured, and nothing to an update.
             return int(lane == "compute" and self._several is not None)
         if lane != "compute":
-            wait = max(self._turns.wait_ns, round(_SHARE.get(kind, _USUAL) * self._product_ns))
+            wait = _SHARE.get(kind, _USUAL) * self._product_ns or self._turns.wait_ns
             return self._beside(duration_ns, kernels * wait)
         loss = self._turns.backward_loss if kind == "backward" else self._turns.forward_loss
         return max(round(PARTS * loss), 1)  # other lanes wait even if compute loses nothing

@@ -110,7 +110,8 @@ class KernelInterleaving(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     """
 
     wait_ns: int
-    """Time from the launch of an update op to its turn, in nanoseconds."""
+    """Time from the launch of an update op to its turn, in nanoseconds. Predictions use it only if
+    the time of a layer's matrix products is unknown."""
     forward_loss: float = 1.0
     """The loss of a forward, a recompute or a head, [0, 1]."""
     backward_loss: float = 1.0
