@@ -9,7 +9,7 @@ from megatrain.experiments.run_report.compared_run import ComparedRun
 from megatrain.experiments.run_report.step_record import StepRecord
 from megatrain.simulator.base.units import format_bytes, format_count
 from megatrain.simulator.memory.account import CLASSES, PLACES, WORKSPACE, class_of, kinds_of, usage
-from megatrain.simulator.planner.assessment import plan_account, slot_bytes
+from megatrain.simulator.planner.assessment import layer_activations, plan_account, slot_bytes
 from megatrain.simulator.plots.pictures import DATA_COLOURS, KIND_COLOURS, UNKNOWN
 from megatrain.simulator.schedule import Op
 
@@ -84,7 +84,7 @@ def _memory(run: ComparedRun) -> dict[str, Any]:
     kinds = kinds_of(run.schedule)
     classes = {pool: class_of(kinds.get(pool)) for pool in (*account.pools, *kinds)}
     for timeline in (run.predicted, run.measured):
-        steps = usage(run.schedule, timeline, slot_bytes(plan, costs))
+        steps = usage(run.schedule, timeline, slot_bytes(plan, layer_activations(plan, costs)))
         if workspace := account.pools.get(WORKSPACE):
             steps[WORKSPACE] = [(0, workspace)]
         for place in PLACES:

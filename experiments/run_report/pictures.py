@@ -11,7 +11,7 @@ from megatrain.experiments.run_report.step_record import StepRecord
 from megatrain.simulator.base.units import format_count
 from megatrain.simulator.memory.account import WORKSPACE, kinds_of, usage
 from megatrain.simulator.model.metrics import tflops_6n, tokens_per_second
-from megatrain.simulator.planner.assessment import plan_account, slot_bytes
+from megatrain.simulator.planner.assessment import layer_activations, plan_account, slot_bytes
 from megatrain.simulator.plots.error_pictures import errors_png
 from megatrain.simulator.plots.loss_picture import loss_png
 from megatrain.simulator.plots.memory_picture import memory_png
@@ -41,7 +41,7 @@ def draw_run(run: ComparedRun) -> None:
     workspace = Buffer(id=f"{WORKSPACE}:all", bytes=0, data="workspace", dtype="mixed")
     memory_png(
         folder / "memory.png",
-        usage(schedule, measured, slot_bytes(plan, run.costs)),
+        usage(schedule, measured, slot_bytes(plan, layer_activations(plan, run.costs))),
         plan.device_limit_bytes,
         plan.host_limit_bytes,
         f"Memory over one step: {what}",

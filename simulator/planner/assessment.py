@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 
 from megatrain.simulator import policies as policy_library
+from megatrain.simulator.base import plugins
 from megatrain.simulator.costs import CostModel
 from megatrain.simulator.costs.remembered import costs_sizes
 from megatrain.simulator.costs.scaled import ScaledCosts
@@ -32,6 +33,8 @@ from megatrain.simulator.memory.formulas import (
 )
 from megatrain.simulator.model.attention_masks import mask_bytes
 from megatrain.simulator.model.layer import DTYPE_BYTES
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.schedule import LANES, OFFLOADING, Buffer, DataClass, Op, Schedule
 from megatrain.simulator.schedule.arithmetic import blocks_of, part_elements
 from megatrain.simulator.schedule.plan import Knobs, Plan, Prediction
@@ -181,7 +184,7 @@ def plan_account(
     """
     if policy_library.find(plan.policy).prediction_only:
         return account(schedule, plan.device_limit_bytes, plan.host_limit_bytes, None, 0)
-    schedule, held = _without_reused(plan, schedule, costs)
+    schedule, held = _without_reused(plan, schedule, layer_activations(plan, costs))
     measured = costs.workspace(plan.model, plan.workload)
     op_workspace = measured or workspace_estimate(plan.model, plan.workload)
     # What a layer does not save exists again in its backward pass.
@@ -221,32 +224,33 @@ def activations_bytes(plan: Plan, costs: CostModel) -> int:
     return size - _rebuilt_bytes(plan)
 
 
-def layer_activations(plan: Plan, costs: CostModel) -> dict[str, int]:
+def layer_activations(plan: Plan, costs: CostModel) -> Mapping[str, int]:
     """Returns decoder layer -> the bytes of its saved activations for one micro-batch: those of the
     largest layer (`activations_bytes`), in proportion to the estimates of both layers.
     """
-    largest, estimates = (
-        activations_bytes(plan, costs),
-        activation_estimates(plan.model, plan.workload),
-    )
+    return _in_proportion(plan.model, plan.workload, activations_bytes(plan, costs))
+
+
+@plugins.cached(maxsize=16)  # a search asks for the same sizes hundreds of times
+def _in_proportion(model: ModelSpec, workload: Workload, largest: int) -> Mapping[str, int]:
+    estimates = activation_estimates(model, workload)
     most = max(estimates.values())
     return {layer: -(-largest * size // most) for layer, size in estimates.items()}
 
 
-def slot_bytes(plan: Plan, costs: CostModel) -> dict[DataClass, int]:
+def slot_bytes(plan: Plan, sizes: Mapping[str, int]) -> dict[DataClass, int]:
     """Returns the bytes of a slot for the activations of a recomputed layer, and of a slot for
-    those of a layer that saves them, for one micro-batch.
+    those of a layer that saves them, for one micro-batch. `sizes` are those of `layer_activations`.
 
-    The first is the largest of `layer_activations`. The second is the mean of all layers that save
-    activations. It includes the most bytes by which temporary tensors of one of these layers exceed
-    the workspace.
+    The first is the largest of `sizes`. The second is the mean of all layers that save activations.
+    It includes the most bytes by which temporary tensors of one of these layers exceed the
+    workspace.
     """
-    sizes, group = layer_activations(plan, costs), plan.knobs.micro_batch_group
     largest, saved = max(sizes.values()), plan.placed("saved_activations")
     if not saved:
         return {"activations": largest, "saved_activations": largest}
-    added = added_transients(plan.model, plan.workload)
-    total = group * sum(sizes[layer] for layer in saved) + max(added[layer] for layer in saved)
+    added, group = added_transients(plan.model, plan.workload), plan.knobs.micro_batch_group
+    total = group * sum([sizes[layer] for layer in saved]) + max([added[layer] for layer in saved])
     return {"activations": largest, "saved_activations": -(-total // (group * len(saved)))}
 
 
@@ -256,10 +260,10 @@ def _rebuilt_bytes(plan: Plan) -> int:
 
 
 def _without_reused(
-    plan: Plan, schedule: Schedule, costs: CostModel
+    plan: Plan, schedule: Schedule, sizes: Mapping[str, int]
 ) -> tuple[Schedule, dict[DataClass, int]]:
     """Returns `schedule` without the recompute slots that reuse memory of saved layers, and the
-    bytes of its slots.
+    bytes of its slots. `sizes` are those of `layer_activations`.
 
     The framework allocates saved and recomputed activations from the same memory. The activations
     of all layers in `saved_activations` exist at once only at the end of the forward pass. When a
@@ -269,11 +273,10 @@ def _without_reused(
     the saved layers below it. On an H200, a step of a 3B model with 32 x 4,096 tokens took 13.6 %
     less memory than with a slot for every recomputed layer.
     """
-    held, saved = slot_bytes(plan, costs), plan.placed("saved_activations")
+    held, saved = slot_bytes(plan, sizes), plan.placed("saved_activations")
     if not saved:
         return schedule, held
-    sizes, group = layer_activations(plan, costs), plan.knobs.micro_batch_group
-    most = below = 0
+    group, most, below = plan.knobs.micro_batch_group, 0, 0
     for block in blocks_of(plan):
         if (first := str(block[0])) in saved:
             below += group * sizes[first]

@@ -28,7 +28,7 @@ from megatrain.simulator.model.layer_memory import backward_bytes, saved_bytes, 
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner import assessment
-from megatrain.simulator.planner.assessment import plan_account, slot_bytes
+from megatrain.simulator.planner.assessment import layer_activations, plan_account, slot_bytes
 from megatrain.simulator.schedule import Buffer, Op, Schedule
 from megatrain.simulator.schedule.plan import Placement, Plan
 from megatrain.simulator.schedule.timeline import Span, Timeline
@@ -359,9 +359,13 @@ def test_the_bytes_of_a_saved_layer_are_a_mean_with_temporary_tensors(
     estimates, added = {"0": 50, "1": 100, "2": 50, "3": 50}, {"0": 0, "1": 0, "2": 20, "3": 30}
     monkeypatch.setattr(assessment, "activation_estimates", lambda *_: estimates)
     monkeypatch.setattr(assessment, "added_transients", lambda *_: added)
+    monkeypatch.setattr(assessment, "activations_bytes", lambda *_: 200)
     costs = cost_model(HardwareSpec.load("h200"), plan.model, plan.workload)
-    monkeypatch.setattr(type(costs), "activations_bytes", lambda *_: 200)
-    assert slot_bytes(plan, costs) == {"activations": 200, "saved_activations": each}
+    assessment._in_proportion.cache_clear()
+    sizes = layer_activations(plan, costs)
+    assessment._in_proportion.cache_clear()
+    assert sizes == {"0": 100, "1": 200, "2": 100, "3": 100}
+    assert slot_bytes(plan, sizes) == {"activations": 200, "saved_activations": each}
 
 
 def test_temporary_tensors_of_a_layer_that_saves_less_may_be_larger() -> None:
