@@ -100,8 +100,23 @@ def _next(commands: Sequence[tuple[list[str], str]], width: int) -> list[str]:
 
 
 def heading(verdict: Verdict, width: int) -> list[str]:
-    """Returns the answer, YES or NO, and for a NO its reason."""
-    return labelled("YES" if verdict.feasible else "NO", answer(verdict, where(verdict)), width)
+    """Returns the answer, YES or NO, and for a NO its reason. If several GPUs were asked for, it is
+    the answer for them, and the one for a single GPU follows in words.
+    """
+    one, several = answer(verdict, where(verdict)), verdict.multi_gpu
+    if several is None:
+        return labelled("YES" if verdict.feasible else "NO", one, width)
+    place = f"On {several.gpus} GPUs"
+    if several.hosts > 1:
+        place += f" of {several.hosts} hosts"
+    if several.refused:
+        found = f"{place} it cannot be trained (the reason is below)"
+    elif several.feasible:
+        found = f"{place} it fits: {layout.speed(several.tokens_per_second)} tokens/s"
+    else:
+        found = f"{place} it does not fit"
+    fits = several.feasible and not several.refused
+    return labelled("YES" if fits else "NO", f"{found}. On one GPU: {one}", width)
 
 
 def answer(verdict: Verdict, place: str) -> str:

@@ -44,7 +44,7 @@ def limits(device: str, host: str) -> tuple[str, ...]:
         (
             (*LONG, *limits("3.8GiB", "16GiB")),
             {"token_piece": None, "loss_chunk": 4096},
-            {"token_piece": 2048, "loss_chunk": 1024},
+            {"token_piece": 4096, "loss_chunk": 1024},
         ),
     ],
     ids=["state", "piece and chunk"],
@@ -70,7 +70,7 @@ def test_the_workload_is_chosen_for_all_gpus(
     assert shared["feasible"]
     assert shared["step_seconds"] == plan.prediction.step_seconds
     printed = " ".join(out(capsys, "check", *MODEL, *words, "--gpus", "4").split())
-    chosen = "--state exact" if "state" in several else "--token-piece 2048"
+    chosen = "--state exact" if "state" in several else "--token-piece 4096"
     assert f" a step with {chosen} (" in printed
 
 
@@ -197,3 +197,32 @@ def test_if_no_format_fits_the_gpus_the_plan_is_refused_for_its_memory(
     assert cli.main(["plan", *MODEL, *words, "--gpus", "4", "--out", "plan.toml"]) == 3
     assert "found no plan that fits" in capsys.readouterr().err
     assert not Path("plan.toml").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "start"),
+    [
+        (
+            (*ROWS, *limits("5GiB", "16GiB")),
+            0,
+            "YES On 4 GPUs it fits: {speed} tokens/s. On one GPU",
+        ),
+        (limits("1GiB", "0.5GiB"), 3, "NO On 4 GPUs it does not fit. On one GPU"),
+        (
+            (*ROWS, *limits("5GiB", "16GiB"), "--optimizer", "muon"),
+            3,
+            "NO On 4 GPUs it cannot be trained (the reason is below). On one GPU",
+        ),
+    ],
+    ids=["fits", "too little memory", "refused"],
+)
+def test_the_first_line_answers_for_all_gpus(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], status: int, start: str
+) -> None:
+    command = ("check", *MODEL, *words, "--gpus", "4")
+    ended = cli.main([*command, "--json"])
+    speed = json.loads(capsys.readouterr().out)["multi_gpu"]["tokens_per_second"]
+    assert cli.main(list(command)) == ended
+    printed = " ".join(capsys.readouterr().out.split())
+    assert printed.startswith(start.format(speed=layout.speed(speed)))
+    assert ended == status
