@@ -9,7 +9,6 @@ For example:
 from __future__ import annotations
 
 import contextlib
-import difflib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -49,6 +48,7 @@ from megatrain.runtime.machine import (
 from megatrain.runtime.memory.fitting import little_memory_note, refuse_what_does_not_fit
 from megatrain.runtime.ranks import Ranks
 from megatrain.runtime.training.callback import Callback, CallbackError, EvaluationResult, Step
+from megatrain.runtime.training.callbacks import Callbacks, refuse_callbacks
 from megatrain.runtime.training.config import Config, checked, with_data
 from megatrain.runtime.training.evaluating import SAME_DATA, evaluate, same_batches
 from megatrain.runtime.training.interruption import Interruption
@@ -127,9 +127,9 @@ class _Execution(NamedTuple):
     """The folder to which paths in the plan are relative."""
 
 
-def _refuse_arguments(data: object, evaluation_data: object, callbacks: object) -> None:
-    """Raises UserError unless `data` can be trained on, `evaluation_data` can be evaluated or is
-    None, and `callbacks` is a list of callbacks.
+def _refuse_arguments(data: object, evaluation_data: object) -> None:
+    """Raises UserError unless `data` can be trained on, and `evaluation_data` can be evaluated or
+    is None.
     """
     if not (data is None or isinstance(data, Path | str) or callable(getattr(data, "step", None))):
         raise UserError(
@@ -146,27 +146,6 @@ def _refuse_arguments(data: object, evaluation_data: object, callbacks: object) 
             fix="put the batches behind such a method, or name files in DataOptions.evaluation_data"
             " of the config",
         )
-    if not isinstance(callbacks, Sequence):
-        raise UserError(
-            "training: callbacks",
-            found=f"a {type(callbacks).__name__}",
-            allowed="a list of callbacks",
-            fix="put it in a list",
-        )
-    for callback in callbacks:
-        if not isinstance(callback, Callback):
-            is_class = isinstance(callback, type)
-            raise UserError(
-                "training: callbacks",
-                found=f"class {callback.__name__}" if is_class else f"a {type(callback).__name__}",
-                allowed="instances of subclasses of Callback",
-                fix=f"pass {callback.__name__}()" if is_class else "derive its class from Callback",
-            )
-        for owner in type(callback).__mro__:
-            if issubclass(owner, Callback):  # other base classes may have other callers
-                for name, value in vars(owner).items():
-                    if name.startswith("on_") and callable(value) and not hasattr(Callback, name):
-                        raise _unknown_method(owner.__name__, name)
 
 
 def _refuse_unread_data(config: Config, data: object, evaluation_data: object) -> None:
@@ -188,18 +167,6 @@ def _refuse_unread_data(config: Config, data: object, evaluation_data: object) -
             fix=f"{'pass an object as `evaluation_data`, and ' if instead else ''}leave"
             f" {'it' if len(named) == 1 else 'them'} out of the config",
         )
-
-
-def _unknown_method(owner: str, name: str) -> UserError:
-    """Returns the error of a callback's method that the trainer would never call."""
-    known = [each for each in vars(Callback) if each.startswith("on_")]
-    near = difflib.get_close_matches(name, known, n=1)
-    return UserError(
-        f"training: callback {owner}",
-        found=f"a method {name}, which is never called",
-        allowed=", ".join(known),
-        fix=f"rename it to {near[0]}" if near else "give it a name that does not begin with on_",
-    )
 
 
 def _same_bits(work: Workload) -> Workload:
@@ -272,7 +239,8 @@ class Trainer(TrainingRun):
         self.origin = origin = Path() if isinstance(plan, Plan) else Path(plan).parent
         self.source = str(model if model is not None else planned_source(self.plan.source, origin))
         self._data, self._evaluation_data, self._predict = data, evaluation_data, predict
-        _refuse_arguments(data, evaluation_data, callbacks)
+        _refuse_arguments(data, evaluation_data)
+        refuse_callbacks(callbacks)
         _refuse_unread_data(self.config, data, evaluation_data)
         self._ranks, self._leads = ranks, ranks is None or ranks.leads
         self._changes, self.schedule = changes(), self._checked_schedule()
@@ -310,7 +278,7 @@ class Trainer(TrainingRun):
         self._refuse_taken()
         printed = [Progress()] if progress else []
         built_in: list[Callback] = [*folder, *logging, *printed]
-        self._callbacks: list[Callback] = [*(built_in if self._leads else ()), *callbacks]
+        self._callbacks = Callbacks([*(built_in if self._leads else ()), *callbacks])
         self.folder: Path | None = None
         # A virtual machine may report less memory than it can grow to. The plan for a calibrated
         # machine has a better limit.
@@ -389,7 +357,7 @@ class Trainer(TrainingRun):
         self._next = _Execution(other, schedule, Path(plan).parent)
 
     def note(self, text: str) -> None:
-        self._notify("on_note", text)
+        self._callbacks.notify("on_note", text)
 
     def fit(self) -> Fitted:
         """Trains the model and returns the result.
@@ -468,13 +436,15 @@ class Trainer(TrainingRun):
             self._load(buffers_alone=self._restore())
             self._note_little_room()
             try:
-                self._notify("on_start", self)
+                self._callbacks.notify("on_start", self)
                 with Interruption(self._how_it_ended) as interruption:
                     fitted = self._loop(data, held_out, interruption)
             except BaseException as error:
-                self._end(error)
+                self.finished = True
+                self._callbacks.end(self, error)
                 raise
-            self._end(None)
+            self.finished = True
+            self._callbacks.end(self, None)
             self._led(None)  # the other ranks wait here while rank 0 exports the model
         if self._not_saved is not None:
             raise self._not_saved
@@ -532,7 +502,7 @@ class Trainer(TrainingRun):
                 self.config.optimizer,
                 self.device,
                 schedule=self.schedule,
-                on_allocate=lambda done, total: self._notify("on_allocate", done, total),
+                on_allocate=lambda done, total: self._callbacks.notify("on_allocate", done, total),
                 seed=self.config.training.seed,
                 ranks=self._ranks,
             )
@@ -698,7 +668,7 @@ class Trainer(TrainingRun):
         run = self._checkpoints.restore(self.executor, self._settings, self._start)
         assert run is not None, "a run without a checkpoint has been refused"
         for layer in self.plan.model.stack.values():
-            self._notify("on_load", layer.parameters)
+            self._callbacks.notify("on_load", layer.parameters)
         self.first_step, self._evaluation_pending = (
             run.step + 1,
             bool(run.progress.get("evaluation_owed")),
@@ -737,7 +707,7 @@ class Trainer(TrainingRun):
             if buffers_alone:
                 self.state.load_buffers(weights)
             else:
-                self.state.load(weights, lambda count: self._notify("on_load", count))
+                self.state.load(weights, lambda count: self._callbacks.notify("on_load", count))
 
     def _loop(
         self, data: BatchSource, held_out: EvaluationSource | None, interruption: Interruption
@@ -753,7 +723,7 @@ class Trainer(TrainingRun):
             with self._kept_if_it_fails(None, "the evaluation"):
                 evaluation = self._evaluate(held_out, number, interruption)
             if evaluation is not None:
-                self._notify("on_evaluation", self, evaluation)
+                self._callbacks.notify("on_evaluation", self, evaluation)
         stopping, run = False, None
         for number in range(self.first_step, steps + 1):
             if stopping or self._interrupted(interruption):
@@ -841,7 +811,7 @@ class Trainer(TrainingRun):
         if self._former is not None and failed:
             # Not inside `except`, because the traceback keeps the memory of the failed plan.
             self._return(self._former, number - 1, failed)
-            self._notify("on_switch", self, 0.0)
+            self._callbacks.notify("on_switch", self, 0.0)
             return self._step(data, number, before)
         self._former = None
         if number >= self.first_step + WARM_UP_STEPS or steps < self.first_step + WARM_UP_STEPS:
@@ -905,7 +875,7 @@ class Trainer(TrainingRun):
             self._return(former, run.step, failed)
             return
         self._former = former
-        self._notify("on_switch", self, time.monotonic() - begin)
+        self._callbacks.notify("on_switch", self, time.monotonic() - begin)
 
     def _return(self, former: _Execution, step: int, reason: str) -> None:
         """Continues under the plan `former` from the checkpoint of `step`.
@@ -996,7 +966,7 @@ class Trainer(TrainingRun):
         checkpoint `run`.
         """
         with self._kept_if_it_fails(run, "a callback"):
-            self._notify(event, self, result)
+            self._callbacks.notify(event, self, result)
 
     @contextlib.contextmanager
     def _kept_if_it_fails(self, run: RunState | None, what: str) -> Iterator[None]:
@@ -1048,41 +1018,5 @@ class Trainer(TrainingRun):
                 self._not_saved = error
             else:
                 raise
-        self._notify("on_save", self, run.step)
+        self._callbacks.notify("on_save", self, run.step)
         return saved
-
-    def _notify(self, event: str, *details: object) -> None:
-        """Calls the method `event` of every callback."""
-        for callback in self._callbacks:
-            self._notify_one(callback, event, *details)
-
-    def _notify_one(self, callback: Callback, event: str, *details: object) -> None:
-        """Calls the method `event` of `callback`.
-
-        Raises a UserError or RunError of the callback unchanged, because its message is already one
-        line for the user. Raises CallbackError for any other exception.
-        """
-        try:
-            getattr(callback, event)(*details)
-        except (UserError, RunError):
-            raise
-        except Exception as error:
-            first_line = (str(error).splitlines() or [""])[0]
-            raise CallbackError(
-                f"callback {type(callback).__name__}.{event}: {type(error).__name__}: {first_line}"
-            ) from error
-
-    def _end(self, error: BaseException | None) -> None:
-        """Calls `on_end` of every callback, even if some of them fail.
-
-        If `error` is None, raises the first failure of a callback.
-        """
-        self.finished = True
-        failure = error
-        for callback in self._callbacks:
-            try:
-                self._notify_one(callback, "on_end", self, failure)
-            except BaseException as raised:
-                failure = failure or raised
-        if failure is not None and failure is not error:
-            raise failure

@@ -205,7 +205,7 @@ def test_epochs_of_data_without_a_number_of_rows_are_refused(place: Path) -> Non
 def notes_of(trainer: Trainer) -> list[str]:
     """Trains, and returns the notes to the user."""
     notes: list[str] = []
-    trainer._callbacks[-1].on_note = notes.append  # type: ignore[method-assign]
+    trainer.note = notes.append  # type: ignore[method-assign]
     trainer.fit()
     return notes
 
@@ -215,14 +215,14 @@ def test_a_note_gives_the_learning_rate_and_a_high_one_is_warned_of(
     place: Path, prepare: Any, init: str, warned: bool
 ) -> None:
     given = {"init": init, "rate": 1e-3, "kind": "cosine", "steps": 1, "warm_up_steps": 0}
-    notes = notes_of(prepare(place, None, callbacks=[Callback()], **given))
+    notes = notes_of(prepare(place, None, **given))
     assert "learning rate 1e-3, cosine, 0 warm-up steps" in notes
     warning = "warning: a learning rate of 1e-3 can destroy what pretrained weights have learned"
     assert any(note.startswith(warning) for note in notes) == warned
 
 
 def test_a_note_gives_the_number_of_epochs(place: Path, prepare: Any) -> None:
-    notes = notes_of(prepare(place, None, callbacks=[Callback()], steps=2))
+    notes = notes_of(prepare(place, None, steps=2))
     assert (
         sum(
             bool(re.fullmatch(r"[\d.]+ steps an epoch; 2 steps are .* epochs", note))
@@ -254,7 +254,7 @@ def test_a_run_with_a_decaying_rate_may_become_longer_with_a_note(place: Path, r
     config = Config.load(place / "run" / "config.toml", {"training.steps": 4})
     folder = place / "run"
     given = (folder / "plan.toml", None, None, config)
-    longer = Trainer(*given, out=folder, resume="newest", callbacks=[Callback()], device=CPU)
+    longer = Trainer(*given, out=folder, resume="newest", device=CPU)
     notes = notes_of(longer)
     assert (
         "the learning rate now decays over 4 steps, not 2: the result differs from that of a run"
@@ -318,7 +318,7 @@ def test_deterministic_mode_comes_from_the_config(place: Path, run: Any) -> None
 def test_a_note_says_that_deterministic_mode_is_not_predicted(
     place: Path, prepare: Any, deterministic: bool
 ) -> None:
-    trainer = prepare(place, None, callbacks=[Callback()], steps=1, deterministic=deterministic)
+    trainer = prepare(place, None, steps=1, deterministic=deterministic)
     try:
         notes = notes_of(trainer)
     finally:
