@@ -9,7 +9,6 @@ For example:
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -51,10 +50,10 @@ from megatrain.runtime.training.callback import Callback, CallbackError, Evaluat
 from megatrain.runtime.training.callbacks import Callbacks, refuse_callbacks
 from megatrain.runtime.training.config import Config, checked, with_data
 from megatrain.runtime.training.evaluating import SAME_DATA, evaluate, same_batches
+from megatrain.runtime.training.from_data import with_counted_steps, with_document_length
 from megatrain.runtime.training.interruption import Interruption
 from megatrain.runtime.training.notes import (
     best_checkpoints_note,
-    epochs_note,
     learning_rate_notes,
     little_room_note,
 )
@@ -83,9 +82,7 @@ from megatrain.runtime.training.unused_fields import refuse_unused
 from megatrain.runtime.warm_up import WARM_UP_STEPS
 from megatrain.simulator.base.errors import RunError, UserError
 from megatrain.simulator.base.plugins import changes, digest, unchanging
-from megatrain.simulator.base.units import format_seconds
 from megatrain.simulator.hardware.machine import is_calibrated
-from megatrain.simulator.model.attention_masks import document_tokens
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.schedule import Schedule
 from megatrain.simulator.schedule.arithmetic import own_micro_batches
@@ -598,60 +595,14 @@ class Trainer(TrainingRun):
             held_out = opened[1] if held_out is None else held_out
         elif hasattr(data, "packing"):  # a Corpus
             refuse_packing(data.packing, self.plan)
-        self._measure_documents(data)
-        self._count_epochs(data)
-        self._notes += learning_rate_notes(self.config)
+        self.plan, length = with_document_length(self.plan, self.origin, data, self._predict)
+        self.config, epochs = with_counted_steps(self.config, self.plan.workload, data)
+        self._notes += [*filter(None, (length, epochs)), *learning_rate_notes(self.config)]
         self._settings = settings_of(self.config, data)
         self._evaluation_digest = str(getattr(held_out, "digest", ""))
         if held_out is not None and (note := best_checkpoints_note(self.config)):
             self._notes.append(note)
         return data, held_out
-
-    def _measure_documents(self, data: BatchSource) -> None:
-        """Sets the length of documents in the plan, if it has none and the data knows it.
-
-        No bit depends on it, but the step time does, so the plan gets a new prediction of it.
-        """
-        plan, length = self.plan, getattr(data, "document_length", None)
-        if length is None or plan.workload.document_length is not None:
-            return
-        work = msgspec.structs.replace(plan.workload, document_length=length)
-        tokens = document_tokens(plan.model, work)
-        if tokens is None:
-            return
-        self.plan = plan = msgspec.structs.replace(plan, workload=work)
-        note = (
-            "the plan is for rows of one document, but the mean over all tokens of the data is"
-            f" documents of {tokens:,} tokens"
-        )
-        if self._predict is not None and plan.prediction is not None:
-            seconds = self._predict(plan, self.origin)
-            prediction = msgspec.structs.replace(plan.prediction, step_seconds=seconds)
-            self.plan = msgspec.structs.replace(plan, prediction=prediction)
-            note += f"; a step is predicted to take {format_seconds(seconds)} with these"
-        self._notes.append(f"{note}; `megatrain plan --document-length {tokens}` plans for them")
-
-    def _count_epochs(self, data: BatchSource) -> None:
-        """Replaces epochs by steps in the config, and notes how many steps an epoch has.
-
-        Raises UserError if the config has epochs and the data does not know its number of rows.
-        """
-        work, training = self.plan.workload, self.config.training
-        rows: int = getattr(data, "rows", 0)
-        steps_per_epoch = rows / (work.batch * work.accumulation)
-        if training.epochs:
-            if not rows:
-                raise UserError(
-                    "training: epochs",
-                    found=f"{training.epochs:g}, and data without the attribute `rows`",
-                    allowed="steps, or data that knows its number of rows",
-                    fix="set steps",
-                )
-            # Rounded before `ceil`, because 0.1 * 30 is a little more than 3.
-            steps = math.ceil(round(training.epochs * steps_per_epoch, 6))
-            self.config = self.config.with_steps(max(1, steps))
-        if rows:
-            self._notes.append(epochs_note(self.config.training.steps, steps_per_epoch))
 
     def _note_little_room(self) -> None:
         """Notes if the free disk space is less than the run's checkpoints need."""
