@@ -240,7 +240,7 @@ class Trainer(TrainingRun):
         refuse_callbacks(callbacks)
         _refuse_unread_data(self.config, data, evaluation_data)
         self._ranks, self._leads = ranks, ranks is None or ranks.leads
-        self._changes, self.schedule = changes(), self._checked_schedule()
+        self._changes, self.schedule = changes(), self._checked_schedule(self.plan)
         refuse_unmatched(self.config.optimizer, self.plan.model)
         lock = RunLock(Path(out)) if isinstance(out, Path | str) else out
         self._lock = lock if self._leads else None
@@ -338,19 +338,8 @@ class Trainer(TrainingRun):
                     allowed=f"the {what} of the run",
                     fix="switch to a plan that differs in its policy and its knobs only",
                 )
-        schedule = preflight(
-            other,
-            self.config.optimizer,
-            self.device,
-            deterministic=self.config.training.deterministic,
-        )
-        refuse_what_does_not_fit(
-            other,
-            schedule,
-            host_bytes=self._host_bytes,
-            device_bytes=device_bytes(self.device),
-            on_cpu=self.device.type != "cuda",
-        )
+        schedule = self._checked_schedule(other)
+        self._refuse_what_does_not_fit(other, schedule)
         self._next = _Execution(other, schedule, Path(plan).parent)
 
     def note(self, text: str) -> None:
@@ -381,17 +370,27 @@ class Trainer(TrainingRun):
         with self._lock or contextlib.nullcontext(), unchanging():
             self._refuse_taken()
             if changes() != self._changes:
-                self._changes, self.schedule = changes(), self._checked_schedule()
+                self._changes, self.schedule = changes(), self._checked_schedule(self.plan)
             return self._fit()
 
-    def _checked_schedule(self) -> Schedule:
-        """Returns the schedule of the plan. Raises UserError if it cannot be executed."""
+    def _checked_schedule(self, plan: Plan) -> Schedule:
+        """Returns the schedule of `plan`. Raises UserError if it cannot be executed."""
         return preflight(
-            self.plan,
+            plan,
             self.config.optimizer,
             self.device,
             deterministic=self.config.training.deterministic,
             ranks=self._ranks,
+        )
+
+    def _refuse_what_does_not_fit(self, plan: Plan, schedule: Schedule) -> None:
+        """Raises UserError if `plan` needs more memory than this machine has."""
+        refuse_what_does_not_fit(
+            plan,
+            schedule,
+            host_bytes=self._host_bytes,
+            device_bytes=device_bytes(self.device),
+            on_cpu=self.device.type != "cuda",
         )
 
     def _refuse_taken(self) -> None:
@@ -401,13 +400,7 @@ class Trainer(TrainingRun):
     def _fit(self) -> Fitted:
         self._forget()
         training = self.config.training
-        refuse_what_does_not_fit(
-            self.plan,
-            self.schedule,
-            host_bytes=self._host_bytes,
-            device_bytes=device_bytes(self.device),
-            on_cpu=self.device.type != "cuda",
-        )
+        self._refuse_what_does_not_fit(self.plan, self.schedule)
         if self._ranks is not None and self.out is not None:
             refuse_unseen(self.out, self._ranks)
         # Rank 0 goes first: it tidies the run folder, and fills the caches of data and tokens.
