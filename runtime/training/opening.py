@@ -12,7 +12,7 @@ from transformers import AutoConfig, PretrainedConfig
 from megatrain.runtime.batch import Batch
 from megatrain.runtime.data.corpus.corpus import Corpus
 from megatrain.runtime.data.opening import open_data
-from megatrain.runtime.data.options import DataOptions, Packing
+from megatrain.runtime.data.options import EVALUATION_FIELDS, DataOptions, Packing
 from megatrain.runtime.data.summary import DataSummary
 from megatrain.runtime.files import quantized
 from megatrain.runtime.files.checkpoint_names import CheckpointNames, is_multimodal
@@ -43,6 +43,48 @@ class EvaluationSource(Protocol):
 
     def batches(self) -> Iterable[Batch]:
         """Returns all micro-batches. Must return the same batches every time."""
+
+
+def refuse_unusable_data(data: object, evaluation_data: object) -> None:
+    """Raises UserError unless `data` can be trained on, and `evaluation_data` can be evaluated or
+    is None.
+    """
+    if not (data is None or isinstance(data, Path | str) or callable(getattr(data, "step", None))):
+        raise UserError(
+            "training: data",
+            found=f"a {type(data).__name__}",
+            allowed="a path, or an object with a method step(number) that returns micro-batches",
+            fix="put the batches behind such a method",
+        )
+    if not (evaluation_data is None or callable(getattr(evaluation_data, "batches", None))):
+        raise UserError(
+            "training: evaluation_data",
+            found=f"a {type(evaluation_data).__name__}",
+            allowed="an object with a method batches() that returns micro-batches, or None",
+            fix="put the batches behind such a method, or name files in DataOptions.evaluation_data"
+            " of the config",
+        )
+
+
+def refuse_unread_data(options: DataOptions, data: object, evaluation_data: object) -> None:
+    """Raises UserError if `options` name data that is not read, because `data` or
+    `evaluation_data` is an object of the user.
+    """
+    unread: tuple[str, ...] = ()
+    if not isinstance(data, Path | str | None):
+        unread, argument = ("data", *EVALUATION_FIELDS), "data"
+    elif evaluation_data is not None:
+        unread, argument = EVALUATION_FIELDS, "evaluation_data"
+    named = [name for name in unread if getattr(options, name)]
+    if named:
+        instead = named != ["data"] and evaluation_data is None
+        raise UserError(
+            "config: data",
+            found=f"{', '.join(named)}, beside an object as the argument `{argument}`",
+            allowed="no such field beside it, because the data that it names is not read",
+            fix=f"{'pass an object as `evaluation_data`, and ' if instead else ''}leave"
+            f" {'it' if len(named) == 1 else 'them'} out of the config",
+        )
 
 
 def find_data(

@@ -1,4 +1,5 @@
-"""The settings that must not change when a run is resumed. This module does not import PyTorch.
+"""The settings that must not change when a run is resumed, and what else a run must have for it.
+This module does not import PyTorch.
 
 The optimizer and the workload must not change either. A checkpoint stores them separately, so they
 are not included here.
@@ -14,12 +15,15 @@ import msgspec
 from megatrain.runtime.checkpoint.manifest import Manifest
 from megatrain.runtime.checkpoint.same_run import INIT, refuse_other_run
 from megatrain.runtime.checkpoint.stored_steps import checkpoint_name, stored_steps
+from megatrain.runtime.files.exported_models import newest_model
 from megatrain.runtime.files.malformed_file import MalformedFile
 from megatrain.runtime.training.config import Config, checked
+from megatrain.runtime.training.stopped_run import no_checkpoint
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.schedule.plan import Plan
 
 if TYPE_CHECKING:
+    from megatrain.runtime.checkpoint.folder import Checkpoints
     from megatrain.runtime.training.opening import BatchSource
 
 _DATA_FIELDS = ("split", "columns", "loss", "evaluation_fraction", "evaluation_documents")
@@ -55,6 +59,27 @@ def settings_of(config: Config, data: BatchSource | None) -> dict[str, Any]:
         decays = config.schedule.kind != "constant"
         settings["training.steps"] = config.training.steps if decays else None
     return settings
+
+
+def refuse_to_start_over(
+    checkpoints: Checkpoints, resume: Literal["newest", "scratch"] | int
+) -> None:
+    """Raises UserError if a resumed run has no checkpoint, or if a run that is to begin again
+    ("scratch") has a checkpoint or a model, which would be lost.
+    """
+    run, done = checkpoints.folder.parent, checkpoints.steps()
+    if resume != "scratch":
+        if not done:
+            raise no_checkpoint(run)
+        return
+    model = newest_model(run)
+    if done or model:
+        raise UserError(
+            f"{run}: --from-scratch",
+            found=f"a checkpoint of step {done[-1]}" if done else f"a trained model, {model}",
+            allowed="a run without checkpoints and model",
+            fix="leave --from-scratch out" if done else "train again with another --out",
+        )
 
 
 def refuse_done_steps(

@@ -21,16 +21,13 @@ from megatrain.runtime.batch import Batch
 from megatrain.runtime.checkpoint.checkpoint import CheckpointError, checkpoint_bytes
 from megatrain.runtime.checkpoint.folder import Checkpoints
 from megatrain.runtime.checkpoint.manifest import EVALUATION_DATA, TOKENIZER, RunState
-from megatrain.runtime.checkpoint.same_run import is_longer
 from megatrain.runtime.data.corpus.corpus import Corpus
-from megatrain.runtime.data.options import EVALUATION_FIELDS
 from megatrain.runtime.data.rows.sources import pinned
 from megatrain.runtime.data.summary import DataSummary
 from megatrain.runtime.data.tokens.tokenize import tokenizer_digest, tokenizer_files
 from megatrain.runtime.execution.executor import Executor
 from megatrain.runtime.execution.param_groups import refuse_unmatched
 from megatrain.runtime.execution.preflight import preflight
-from megatrain.runtime.files.exported_models import newest_model
 from megatrain.runtime.files.model_files import folder_weights, random_weights
 from megatrain.runtime.files.model_source import planned_source
 from megatrain.runtime.host import free_host_bytes
@@ -54,8 +51,10 @@ from megatrain.runtime.training.from_data import with_counted_steps, with_docume
 from megatrain.runtime.training.interruption import Interruption
 from megatrain.runtime.training.notes import (
     best_checkpoints_note,
+    continuation_notes,
     learning_rate_notes,
     little_room_note,
+    plan_notes,
 )
 from megatrain.runtime.training.opening import (
     BatchSource,
@@ -65,17 +64,19 @@ from megatrain.runtime.training.opening import (
     find_model,
     not_trained,
     refuse_packing,
+    refuse_unread_data,
+    refuse_unusable_data,
 )
 from megatrain.runtime.training.progress import Progress
-from megatrain.runtime.training.resumption import refuse_done_steps, settings_of
+from megatrain.runtime.training.resumption import (
+    refuse_done_steps,
+    refuse_to_start_over,
+    settings_of,
+)
 from megatrain.runtime.training.run_folder import RunFolder
 from megatrain.runtime.training.run_lock import RunLock
 from megatrain.runtime.training.shared_folder import refuse_unseen
-from megatrain.runtime.training.stopped_run import (
-    command_to_continue,
-    how_to_continue,
-    no_checkpoint,
-)
+from megatrain.runtime.training.stopped_run import command_to_continue, how_to_continue
 from megatrain.runtime.training.trackers import trackers
 from megatrain.runtime.training.training_run import TrainingRun
 from megatrain.runtime.training.unused_fields import refuse_unused
@@ -122,48 +123,6 @@ class _Execution(NamedTuple):
     """The schedule of the plan."""
     origin: Path
     """The folder to which paths in the plan are relative."""
-
-
-def _refuse_arguments(data: object, evaluation_data: object) -> None:
-    """Raises UserError unless `data` can be trained on, and `evaluation_data` can be evaluated or
-    is None.
-    """
-    if not (data is None or isinstance(data, Path | str) or callable(getattr(data, "step", None))):
-        raise UserError(
-            "training: data",
-            found=f"a {type(data).__name__}",
-            allowed="a path, or an object with a method step(number) that returns micro-batches",
-            fix="put the batches behind such a method",
-        )
-    if not (evaluation_data is None or callable(getattr(evaluation_data, "batches", None))):
-        raise UserError(
-            "training: evaluation_data",
-            found=f"a {type(evaluation_data).__name__}",
-            allowed="an object with a method batches() that returns micro-batches, or None",
-            fix="put the batches behind such a method, or name files in DataOptions.evaluation_data"
-            " of the config",
-        )
-
-
-def _refuse_unread_data(config: Config, data: object, evaluation_data: object) -> None:
-    """Raises UserError if the config names data that is not read, because `data` or
-    `evaluation_data` is an object of the user.
-    """
-    unread: tuple[str, ...] = ()
-    if not isinstance(data, Path | str | None):
-        unread, argument = ("data", *EVALUATION_FIELDS), "data"
-    elif evaluation_data is not None:
-        unread, argument = EVALUATION_FIELDS, "evaluation_data"
-    named = [name for name in unread if getattr(config.data, name)]
-    if named:
-        instead = named != ["data"] and evaluation_data is None
-        raise UserError(
-            "config: data",
-            found=f"{', '.join(named)}, beside an object as the argument `{argument}`",
-            allowed="no such field beside it, because the data that it names is not read",
-            fix=f"{'pass an object as `evaluation_data`, and ' if instead else ''}leave"
-            f" {'it' if len(named) == 1 else 'them'} out of the config",
-        )
 
 
 def _same_bits(work: Workload) -> Workload:
@@ -236,9 +195,9 @@ class Trainer(TrainingRun):
         self.origin = origin = Path() if isinstance(plan, Plan) else Path(plan).parent
         self.source = str(model if model is not None else planned_source(self.plan.source, origin))
         self._data, self._evaluation_data, self._predict = data, evaluation_data, predict
-        _refuse_arguments(data, evaluation_data)
+        refuse_unusable_data(data, evaluation_data)
+        refuse_unread_data(self.config.data, data, evaluation_data)
         refuse_callbacks(callbacks)
-        _refuse_unread_data(self.config, data, evaluation_data)
         self._ranks, self._leads = ranks, ranks is None or ranks.leads
         self._changes, self.schedule = changes(), self._checked_schedule(self.plan)
         refuse_unmatched(self.config.optimizer, self.plan.model)
@@ -446,7 +405,9 @@ class Trainer(TrainingRun):
         Returns the training data, and the evaluation data or None.
         """
         training = self.config.training
-        self._refuse_to_start_over()
+        if self._checkpoints is not None and self._resume is not None:
+            self._checkpoints.recover()
+            refuse_to_start_over(self._checkpoints, self._resume)
         self._refuse_steps_that_are_done()
         self._refuse_another_run(settings_of(self.config, None), known=False)
         self.folder = find_model(self.source, self.plan.model, needed=training.init == "model")
@@ -458,17 +419,7 @@ class Trainer(TrainingRun):
                 pass
         if self.folder is not None and tokenizer_files(self.folder):
             self._tokenizer_digest = tokenizer_digest(self.folder)
-        longest, sequence = self.plan.model.longest_row, self.plan.workload.sequence
-        if longest is not None and sequence > longest:
-            self._notes.append(
-                f"warning: rows of {sequence:,} tokens are longer than the model's own limit of"
-                f" {longest:,}"
-            )
-        if training.deterministic:
-            self._notes.append(
-                "deterministic mode takes longer than predicted: its kernels are slower, and a"
-                " checksum of all weights follows each step"
-            )
+        self._notes += plan_notes(self.plan, deterministic=training.deterministic)
         data, held_out = self._open_data()
         self._refuse_steps_that_are_done(training.epochs)
         self._refuse_another_run(self._settings, known=True)
@@ -525,26 +476,6 @@ class Trainer(TrainingRun):
             return bool(interruption)
         self._ranks.board.signalled = bool(interruption)
         return self._led(self._ranks.signalled())
-
-    def _refuse_to_start_over(self) -> None:
-        """Raises UserError if a resumed run has no checkpoint, or if a run that is to begin again
-        ("scratch") has a checkpoint or a model, which would be lost.
-        """
-        if self._checkpoints is None or self._resume is None:
-            return
-        run = self._checkpoints.folder.parent
-        self._checkpoints.recover()
-        done = self._checkpoints.steps()
-        if self._resume != "scratch" and not done:
-            raise no_checkpoint(run)
-        model = newest_model(run)
-        if self._resume == "scratch" and (done or model):
-            raise UserError(
-                f"{run}: --from-scratch",
-                found=f"a checkpoint of step {done[-1]}" if done else f"a trained model, {model}",
-                allowed="a run without checkpoints and model",
-                fix="leave --from-scratch out" if done else "train again with another --out",
-            )
 
     def _refuse_steps_that_are_done(self, epochs: float = 0.0) -> None:
         """Raises UserError if the checkpoint to continue from is after the last step. If the config
@@ -613,27 +544,10 @@ class Trainer(TrainingRun):
         assert run is not None, "a run without a checkpoint has been refused"
         for layer in self.plan.model.stack.values():
             self._callbacks.notify("on_load", layer.parameters)
-        self.first_step, self._evaluation_pending = (
-            run.step + 1,
-            bool(run.progress.get("evaluation_owed")),
-        )
-        last = run.step == self.config.training.steps
-        more = ", the last step: pass more --steps or --epochs to train further" if last else ""
-        self.note(f"continues after step {run.step}{more}")
-        if is_longer(run.settings, self._settings):
-            self.note(
-                f"the learning rate now decays over {self.config.training.steps} steps, not"
-                f" {run.settings['training.steps']}: the result differs from that of a run that"
-                " began with as many"
-            )
-        before = run.progress.get(EVALUATION_DATA)
-        if before and self._evaluation_digest not in ("", before):
-            best = self.config.saving.keep_best
-            self.note(
-                f"the evaluation data is not that of the steps until {run.step}: evaluation losses"
-                " before and after cannot be compared"
-                f"{', and keep_best keeps the best checkpoints of each' if best else ''}"
-            )
+        self.first_step = run.step + 1
+        self._evaluation_pending = bool(run.progress.get("evaluation_owed"))
+        for note in continuation_notes(run, self.config, self._settings, self._evaluation_digest):
+            self.note(note)
         return True
 
     def _load(self, *, buffers_alone: bool) -> None:
