@@ -129,10 +129,8 @@ class Binder(UpdateOps):
         shift = 0
         if sharded and not self.schedule.buffer[target].sharded:
             shift = self._owned(op.layer) * self._dtype(target, op.layer).itemsize
-        read, write = (
-            self.arenas.flat(source, torch.uint8, op.bytes, op.offset),
-            self.arenas.flat(target, torch.uint8, op.bytes, op.offset + shift),
-        )
+        read = self.arenas.flat(source, torch.uint8, op.bytes, op.offset)
+        write = self.arenas.flat(target, torch.uint8, op.bytes, op.offset + shift)
         return lambda: write.copy_(read, non_blocking=True)
 
     def _move_state(self, op: Op) -> Run:
@@ -170,11 +168,9 @@ class Binder(UpdateOps):
     def _embed(self, op: Op) -> Run:
         """Runs the embedding. This is the first op of a micro-batch."""
         weights, tokens = op.reads
-        tensors, output, micro = (
-            self._weights(EMBEDDING, weights),
-            self._hidden(op.writes[0]),
-            _micro(op),
-        )
+        tensors = self._weights(EMBEDDING, weights)
+        output = self._hidden(op.writes[0])
+        micro = _micro(op)
         ids, _, *documents = self.tokens(int(self.schedule.buffer[tokens].key))
 
         def run() -> None:
@@ -189,11 +185,9 @@ class Binder(UpdateOps):
         """
         slot, source = op.reads
         target, *kept = op.writes
-        weights, x, output = (
-            self._weights(op.layer, slot),
-            self._hidden(source),
-            self._hidden(target),
-        )
+        weights = self._weights(op.layer, slot)
+        x = self._hidden(source)
+        output = self._hidden(target)
         layer, micro = self.plan.model.stack[op.layer], _micro(op)
         if kept and self.schedule.buffer[kept[0]].data == "attention":
             attention = self._attention(op.layer, kept[0])
@@ -226,12 +220,10 @@ class Binder(UpdateOps):
         slot, source, *attention = op.reads
         saved, *outputs = op.writes
         kept = self._attention(op.layer, attention[0]) if attention else None
-        layer, output, micro, read = (
-            self.plan.model.stack[op.layer],
-            self._hidden(outputs[0]) if outputs else None,
-            _micro(op),
-            computes_output(op.shape),
-        )
+        layer = self.plan.model.stack[op.layer]
+        output = self._hidden(outputs[0]) if outputs else None
+        micro = _micro(op)
+        read = computes_output(op.shape)
 
         def run() -> None:
             self.state.saved[saved] = recomputed = self.functional_layers.recompute(
@@ -265,11 +257,9 @@ class Binder(UpdateOps):
         target, below, loss = op.writes
         head, micro = self.plan.model.head, _micro(op)
         labels = self.tokens(int(self.schedule.buffer[tokens].key))[1]
-        x, dx, total = (
-            self._hidden(source),
-            self._hidden(below),
-            self.arenas.flat(loss, torch.float32, 1),
-        )
+        x = self._hidden(source)
+        dx = self._hidden(below)
+        total = self.arenas.flat(loss, torch.float32, 1)
         put = self._gradient_sink(head, op, target)
 
         def run() -> None:

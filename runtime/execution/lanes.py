@@ -83,10 +83,8 @@ class StreamMark:
         self.issued = threading.Event()
         """Set when the op is enqueued."""
         self._stream = stream
-        self._start, self._end = (
-            torch.cuda.Event(enable_timing=True),
-            torch.cuda.Event(enable_timing=True),
-        )
+        self._start = torch.cuda.Event(enable_timing=True)
+        self._end = torch.cuda.Event(enable_timing=True)
 
     def begin(self) -> None:
         """Records the start event on the stream."""

@@ -70,11 +70,9 @@ def best_checkpoints_note(config: Config) -> str:
     """Returns a line with the checkpoints among which `keep_best` can choose, or an empty string if
     all checkpoints are evaluated.
     """
-    steps, evaluate, save = (
-        config.training.steps,
-        config.evaluation.every_steps,
-        config.saving.every_steps,
-    )
+    steps = config.training.steps
+    evaluate = config.evaluation.every_steps
+    save = config.saving.every_steps
     if not (config.saving.keep_best and save and save % (evaluate or steps)):
         return ""
     evaluated = (

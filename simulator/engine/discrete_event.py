@@ -50,10 +50,8 @@ def simulate(schedule: Schedule, costs: CostModel) -> Timeline:
 
     environment = simpy.Environment()
     sizes = costs.sizes(schedule)
-    times, demands = (
-        [costs.duration_ns(op) for op in sizes.ops],
-        [costs.demand(op) for op in sizes.ops],
-    )
+    times = [costs.duration_ns(op) for op in sizes.ops]
+    demands = [costs.demand(op) for op in sizes.ops]
     flow = _Flow(environment, costs, demands)
     state = _State(
         schedule, [times[size] for size in sizes.which], [flow.codes[size] for size in sizes.which]
@@ -123,15 +121,13 @@ def _run(
     An op has an event only if another lane waits for it. `latency` is the dispatch time of an op in
     nanoseconds.
     """
-    starts, ends, after, durations, codes, awaited, timeout = (
-        state.starts,
-        state.ends,
-        state.after,
-        state.durations,
-        state.codes,
-        state.awaited,
-        environment.timeout,
-    )
+    starts = state.starts
+    ends = state.ends
+    after = state.after
+    durations = state.durations
+    codes = state.codes
+    awaited = state.awaited
+    timeout = environment.timeout
     now = 0
     for index in queue:
         for other in after[index]:
@@ -266,10 +262,8 @@ def _played(schedule: Schedule, costs: CostModel) -> tuple[list[int], list[int]]
     known, codes = _numbered(
         costs.demand(op) if time else None for op, time in zip(sizes.ops, times, strict=True)
     )
-    queues, latency = (
-        [iter(queue) for queue in _queues(schedule)],
-        [costs.dispatch_ns.get(lane, 0) for lane in LANES],
-    )
+    queues = [iter(queue) for queue in _queues(schedule)]
+    latency = [costs.dispatch_ns.get(lane, 0) for lane in LANES]
     starts = [_NOT_YET] * len(which)
     ends = [_NOT_YET] * (len(which) + 1)  # the last entry stands for ops not in the schedule
     awaited: dict[int, list[int]] = {}  # op -> lanes that wait for it
@@ -297,12 +291,10 @@ def _played(schedule: Schedule, costs: CostModel) -> tuple[list[int], list[int]]
                     continue
                 dispatching[lane], size, starts[index] = False, which[index], now
                 if codes[size]:
-                    busy[lane], work[lane], rates[lane], changed = (
-                        codes[size],
-                        times[size] * PARTS,
-                        0,
-                        True,
-                    )
+                    busy[lane] = codes[size]
+                    work[lane] = times[size] * PARTS
+                    rates[lane] = 0
+                    changed = True
                 else:
                     due[lane] = now + times[size]
         coming = min(due)
