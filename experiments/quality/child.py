@@ -182,7 +182,7 @@ class _FirstEvaluation(Callback):
             trainer.plan.model.vocabulary,
         )[1]
         assert corpus is not None, "the options name evaluation data"
-        found = evaluate(trainer.executor, corpus.batches(), accumulation=1)
+        found = evaluate(trainer.executor, corpus.batches())
         self.loss = None if found is None else found.loss
 
 

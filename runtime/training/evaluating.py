@@ -41,18 +41,16 @@ def evaluate(
     executor: Executor,
     batches: Iterable[Batch],
     *,
-    accumulation: int,
     number: int = 0,
     over_steps: int = 0,
     stop: Callable[[], bool] = lambda: False,
 ) -> EvaluationResult | None:
-    """Returns the loss of the executor's weights on `batches`, a mean over all labelled tokens.
+    """Returns the loss of the executor's weights on `batches`, a mean over all labelled tokens. As
+    many micro-batches are evaluated at a time as an optimizer step has.
 
     Args:
         executor: executes the evaluation. With several GPUs, every rank must call this function.
         batches: all micro-batches. With several GPUs, each rank computes a part of them.
-        accumulation: the number of micro-batches in an optimizer step. As many are evaluated at a
-            time.
         number: the number of the last step, for the result.
         over_steps: the maximum number of such groups of micro-batches, or 0 for all.
         stop: called before each group. If it returns True, the result is None.
@@ -60,6 +58,7 @@ def evaluate(
     Raises UserError if no position of `batches` has a label.
     """
     parts, left = [], iter(batches)
+    accumulation = executor.plan.workload.accumulation
     places = own_micro_batches(executor.plan, executor.rank)
     while group := list(itertools.islice(left, accumulation)):
         if stop():
@@ -189,6 +188,6 @@ def evaluate_run(
     ) as executor:
         with folder_weights(folder) as weights:
             executor.state.load(weights)
-        result = evaluate(executor, corpus.batches(), accumulation=plan.workload.accumulation)
+        result = evaluate(executor, corpus.batches())
     assert result is not None, "nothing stops this evaluation"
     return result

@@ -318,7 +318,8 @@ class Trainer(TrainingRun):
         All memory is released when the method returns or raises.
 
         Raises:
-            UserError: if memory, model or data do not fit the plan. Nothing has been written.
+            UserError: if memory, model or data do not fit the plan, or if memory runs out. If this
+                happens before the first step, nothing has been written.
             OpFailed: if an op fails. The message names the op.
             CallbackError: if a callback fails. The message names the callback.
             CheckpointError: if a checkpoint cannot be written and `on_failure` is "stop".
@@ -806,14 +807,12 @@ class Trainer(TrainingRun):
         Returns None if a signal interrupted the evaluation. With several ranks, raises UserError on
         all of them if their micro-batches differ.
         """
-        accumulation = self.plan.workload.accumulation
         batches = held_out.batches()
         if self._ranks is not None:
-            batches = same_batches(batches, accumulation, self._ranks)
+            batches = same_batches(batches, self.plan.workload.accumulation, self._ranks)
         return evaluate(
             self.executor,
             batches,
-            accumulation=accumulation,
             number=number,
             over_steps=self.config.evaluation.over_steps,
             stop=lambda: self._interrupted(interruption),
