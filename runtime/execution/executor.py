@@ -372,41 +372,38 @@ class Executor:
             )
         with self._used():
             self._refuse_undefined()
-            return self._step_used(batches, rate, number)
-
-    def _step_used(self, batches: Sequence[Batch], rate: float, number: int) -> StepResult:
-        """Does what `step` does."""
-        # a checksum of all weights needs the parts of the other ranks
-        deterministic = torch.are_deterministic_algorithms_enabled() and self.ranks is None
-        checksum_before = self._checksum() if deterministic and not self._flush else None
-        begin = time.perf_counter()
-        self.check(batches)
-        same_shapes = all(batch.documents is None for batch in batches)
-        with self._allocation_guard.step(same_shapes=same_shapes):
-            self._copy_in(batches, number)
-            self._state.number = number
-            # a plan that defers updates applies the previous step's update in this step
-            self._state.update_at = self._deferred if self._flush else (rate, number)
-            timeline = self._run(self._step)
-            self._deferred = None
-            loss, norm = self._read_loss(), self._read_norm()
-        seconds = time.perf_counter() - begin
-        skipped = self._layers_not_updated()
-        if skipped or not all(value is None or math.isfinite(value) for value in (loss, norm)):
-            where = f", layers not updated: {', '.join(skipped)}" if skipped else ""
-            raise FloatingPointError(
-                f"step {number}: loss {loss}, gradient norm {norm}{where}: not finite; lower the"
-                " learning rate or look at the data"
+            # a checksum of all weights needs the parts of the other ranks
+            sums = torch.are_deterministic_algorithms_enabled() and self.ranks is None
+            # with deferred updates, the forward pass uses the weights of the end of the step
+            checksum_before = self._checksum() if sums and not self._flush else None
+            begin = time.perf_counter()
+            self.check(batches)
+            same_shapes = all(batch.documents is None for batch in batches)
+            with self._allocation_guard.step(same_shapes=same_shapes):
+                self._copy_in(batches, number)
+                self._state.number = number
+                # a plan that defers updates applies the previous step's update in this step
+                self._state.update_at = self._deferred if self._flush else (rate, number)
+                timeline = self._run(self._step)
+                self._deferred = None
+                loss, norm = self._read_loss(), self._read_norm()
+            seconds = time.perf_counter() - begin
+            skipped = self._layers_not_updated()
+            if skipped or not all(value is None or math.isfinite(value) for value in (loss, norm)):
+                where = f", layers not updated: {', '.join(skipped)}" if skipped else ""
+                raise FloatingPointError(
+                    f"step {number}: loss {loss}, gradient norm {norm}{where}: not finite; lower"
+                    " the learning rate or look at the data"
+                )
+            self._deferred = (rate, number) if self._flush else None
+            return StepResult(
+                loss,
+                norm,
+                self._read_clip_factor(),
+                seconds,
+                timeline,
+                self._checksum() if sums and self._flush else checksum_before,
             )
-        self._deferred = (rate, number) if self._flush else None
-        return StepResult(
-            loss,
-            norm,
-            self._read_clip_factor(),
-            seconds,
-            timeline,
-            self._checksum() if deterministic and self._flush else checksum_before,
-        )
 
     def evaluate(self, batches: Sequence[Batch]) -> Evaluated:
         """Computes the loss of micro-batches without training on them. `batches` are as in `step`.
