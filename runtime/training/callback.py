@@ -24,7 +24,7 @@ class Step:
     loss: float
     """The mean loss over all labelled tokens, computed with the weights before the update."""
     gradient_norm: float | None
-    """The gradient norm before clipping, or None if the plan does not clip."""
+    """The gradient norm before clipping. None with clipping by `update` or `none`."""
     clip_factor: float | None = None
     """With clipping by `adagc`, the smallest clipping factor of any tensor, otherwise None."""
     rate: float
@@ -108,7 +108,9 @@ class Callback:
     def on_end(self, trainer: TrainingRun, error: BaseException | None) -> None:
         """Called when the training ends. `error` is the exception that ended it, or None.
 
-        The weights are still available, with all updates applied.
+        If `error` is None, the weights are still available, with all updates applied. After an
+        error, reading them may raise another one: an op may have failed in an update, or another
+        rank may have ended.
         """
 
 
