@@ -260,16 +260,26 @@ class ModelState:
         return self._schedule.state.get((name, layer))
 
     def _halves(self, layer: LayerSpec) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns the layer's flat weights, and the low halves of its masters or None."""
+        """Returns the layer's flat weights, and the low halves of its masters or None.
+
+        Raises UserError on every rank except rank 0, because only rank 0 can ask for the parts.
+        """
         if self._ranks is None:
             return self._own_halves(layer)
+        if not self._ranks.leads:
+            raise UserError(
+                "training: state",
+                found=f"a read of the weights on rank {self._ranks.rank}",
+                allowed="reads on rank 0, to which the other ranks send their parts",
+                fix="read them only if `trainer.executor.rank` is 0",
+            )
         self._memory()  # applies a deferred update before the key is computed
         key = layer.name, self._ranks.board.collectives
         if self._read is None or self._read[0] != key:
             self._read = None
             self._ranks.send([_LAYER, layer.name])
             high, low = self._gathered(layer)
-            assert high is not None, "rank 0 reads the state"
+            assert high is not None, "rank 0 receives the parts"
             self._read = key, (high, low)
         return self._read[1]
 

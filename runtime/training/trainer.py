@@ -387,6 +387,7 @@ class Trainer(TrainingRun):
             self._note_little_room()
             try:
                 self._callbacks.notify("on_start", self)
+                self._led(None)  # a callback of rank 0 may have read weights of the other ranks
                 with Interruption(self._how_it_ended) as interruption:
                     fitted = self._loop(data, held_out, interruption)
             except BaseException as error:

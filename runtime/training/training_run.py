@@ -78,7 +78,8 @@ class TrainingRun(abc.ABC):
     def state(self) -> ModelState:
         """The weights and moments, with all updates so far applied.
 
-        Available only while `fit` runs. Raises UserError before and after.
+        Available only while `fit` runs. Raises UserError before and after. With several GPUs, only
+        callbacks of rank 0 can read weights.
         """
         begun = hasattr(self, "executor")
         if not begun or self.executor.closed:

@@ -408,7 +408,18 @@ from megatrain.simulator import Plan
 device = torch.device("cpu")
 config = Config.load(Path("alone/config.toml"))
 with joined(Plan.load(Path("2.toml")), device, config) as ranks:
-    if sys.argv[1] == "stop":
+    def read(trainer):
+        return trainer.state.masters(next(iter(trainer.plan.model.stack.values())))
+    if sys.argv[1] in ("read", "start"):
+        class Reads(Callback):
+            def on_start(self, trainer):
+                if sys.argv[1] == "start" and ranks.rank == 0:
+                    read(trainer)
+            def on_step(self, trainer, step):
+                if sys.argv[1] == "read" and ranks.rank == 1:
+                    read(trainer)
+        more = {"callbacks": [Reads()]}
+    elif sys.argv[1] == "stop":
         class Stops(Callback):
             def on_step(self, trainer, step):
                 if ranks.rank == 1 and step.number == 2:
@@ -421,22 +432,29 @@ with joined(Plan.load(Path("2.toml")), device, config) as ranks:
         more = {"data": Few()}
         config = msgspec.structs.replace(config, data=type(config.data)())
     trainer = Trainer("2.toml", config=config, out="run", device=device, ranks=ranks, **more)
-    print(ranks.rank, trainer.fit().stopped)
+    trainer._evaluation_pending = sys.argv[1] == "start"
+    fitted = trainer.fit()
+    print(ranks.rank, fitted.stopped or fitted.steps)
 """
-"""A program for two ranks. Its argument says what rank 1 does."""
+"""A program for two ranks. Its argument says what a rank does."""
 
 
 @pytest.mark.parametrize(
     ("what", "line"),
     [
         ("stop", "0 rank 1 has seen enough"),
+        ("start", "0 4"),
+        ("read", "training: state: found a read of the weights on rank 1; allowed: reads on rank"),
         ("few", "data: found 0 micro-batches on rank 0; allowed: 8, as planned for all ranks"),
     ],
 )
 @pytest.mark.usefixtures("plans")
 def test_ranks_of_a_script_are_one_training(what: str, line: str) -> None:
-    """Rank 1 alone stops the training of both. Too few micro-batches have an error with a name."""
-    assert cli.main(["train", "1.toml", "--out", "alone", *WORDS, "--steps", "4"]) == 0
+    """Rank 1 alone stops the training of both. Rank 0 may read weights before an evaluation that a
+    checkpoint owes. A read on another rank has an error, and so have too few micro-batches.
+    """
+    evaluated = EVALUATED if what == "start" else ()
+    assert cli.main(["train", "1.toml", "--out", "alone", *WORDS, *evaluated, "--steps", "4"]) == 0
     Path("script.py").write_text(SCRIPT)
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py"]
     outcome = subprocess.run(
