@@ -50,7 +50,7 @@ from megatrain.simulator.policies import evaluation, flush_update
 from megatrain.simulator.schedule import DataClass, Schedule, base_buffer
 from megatrain.simulator.schedule.arithmetic import UPDATED, own_micro_batches
 from megatrain.simulator.schedule.plan import Plan
-from megatrain.simulator.schedule.timeline import Span, Timeline
+from megatrain.simulator.schedule.timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -566,12 +566,10 @@ class Executor:
             # The error is raised outside `except`. Otherwise `failure` would be its context, and
             # the traceback of `failure` would keep activations alive.
             raise error
-        spans = []
-        for op in program.schedule.ops:
-            start, end = program.tasks[op.id].mark.span_ns(origin)
-            spans.append(Span(op=op.id, lane=op.lane, start_ns=start, end_ns=end))
+        spans = (program.tasks[op.id].mark.span_ns(origin) for op in program.schedule.ops)
+        timeline = Timeline.of("measured", program.schedule, spans)
         self._undefined = False
-        return Timeline(name="measured", digest=program.schedule.digest, spans=tuple(spans))
+        return timeline
 
     def _synchronize(self) -> None:
         """Waits for all work on the device."""

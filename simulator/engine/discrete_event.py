@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from megatrain.simulator.costs import CostModel
 from megatrain.simulator.costs.contention import PARTS, Demand
 from megatrain.simulator.schedule import LANES, Schedule
-from megatrain.simulator.schedule.timeline import Span, Timeline
+from megatrain.simulator.schedule.timeline import Timeline
 
 if TYPE_CHECKING:
     import simpy
@@ -68,15 +68,7 @@ def simulate(schedule: Schedule, costs: CostModel) -> Timeline:
     ends = state.ends[:-1]
     if _NOT_YET in ends:
         raise DeadlockError(_blocked(schedule, state))
-    return _timeline(schedule, state.starts, ends)
-
-
-def _timeline(schedule: Schedule, starts: list[int], ends: list[int]) -> Timeline:
-    spans = [
-        Span(op=op.id, lane=op.lane, start_ns=start, end_ns=end)
-        for op, start, end in zip(schedule.ops, starts, ends, strict=True)
-    ]
-    return Timeline(name="predicted", digest=schedule.digest, spans=tuple(spans))
+    return Timeline.of("predicted", schedule, zip(state.starts, ends, strict=True))
 
 
 def _queues(schedule: Schedule) -> list[list[int]]:
@@ -247,7 +239,7 @@ def play(schedule: Schedule, costs: CostModel) -> Timeline:
     """Returns the same timeline as `simulate` in less time. Raises DeadlockError if lanes are
     blocked.
     """
-    return _timeline(schedule, *_played(schedule, costs))
+    return Timeline.of("predicted", schedule, zip(*_played(schedule, costs), strict=True))
 
 
 def makespan_ns(schedule: Schedule, costs: CostModel) -> int:

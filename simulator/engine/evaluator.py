@@ -14,7 +14,7 @@ import msgspec
 
 from megatrain.simulator.costs import CostModel
 from megatrain.simulator.schedule import LANES, Schedule, ScheduleError
-from megatrain.simulator.schedule.timeline import Span, Timeline
+from megatrain.simulator.schedule.timeline import Timeline
 
 
 def evaluate(schedule: Schedule, costs: CostModel) -> Timeline:
@@ -24,11 +24,8 @@ def evaluate(schedule: Schedule, costs: CostModel) -> Timeline:
     """
     sizes, ends = costs.sizes(schedule), _ends(schedule, _durations_ns(schedule, costs))
     times = [costs.duration_ns(op) for op in sizes.ops]
-    spans = [
-        Span(op=op.id, lane=op.lane, start_ns=end - times[size], end_ns=end)
-        for op, size, end in zip(schedule.ops, sizes.which, ends, strict=True)
-    ]
-    return Timeline(name="predicted", digest=schedule.digest, spans=tuple(spans))
+    spans = ((end - times[size], end) for size, end in zip(sizes.which, ends, strict=True))
+    return Timeline.of("predicted", schedule, spans)
 
 
 def uncontended_makespan_ns(schedule: Schedule, costs: CostModel) -> int:

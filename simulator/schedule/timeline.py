@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
 
 from megatrain.simulator.base.files import convert, read_json, write_json
-from megatrain.simulator.schedule import parse_id
+from megatrain.simulator.schedule import Schedule, parse_id
 
 
 class Span(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,6 +46,17 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The digest of the schedule that was simulated or executed."""
     spans: tuple[Span, ...]
     """One span for each op."""
+
+    @classmethod
+    def of(cls, name: str, schedule: Schedule, times: Iterable[tuple[int, int]]) -> Timeline:
+        """Returns the timeline `name` of `schedule`. `times` has the start and the end of each op
+        in nanoseconds, in program order.
+        """
+        spans = [
+            Span(op=op.id, lane=op.lane, start_ns=start, end_ns=end)
+            for op, (start, end) in zip(schedule.ops, times, strict=True)
+        ]
+        return cls(name=name, digest=schedule.digest, spans=tuple(spans))
 
     @functools.cached_property
     def by_op(self) -> dict[str, Span]:
