@@ -261,8 +261,8 @@ class LaneGroup:
     """
 
     def __init__(self, lanes: Sequence[Lane], own: str = "") -> None:
-        """`own` is the name of the lane that the calling thread runs. It may be the name of no
-        lane.
+        """`own` is the name of the lane that the calling thread runs. If there is no lane of this
+        name, all lanes have threads of their own.
         """
         self._lanes = lanes
         self._own = next((lane for lane in lanes if lane.name == own), None)

@@ -260,12 +260,19 @@ class Trainer(TrainingRun):
         self.timelines: list[Timeline] = []
         self.saved_step: int | None = None
         self._not_saved: CheckpointError | None = None
-        self._stopped, self._done = "", 0
+        self._stopped = ""
+        """The reason that `stop` was called with."""
+        self._done = 0
+        """The number of the last step that has ended, or 0."""
 
     @property
     def _start(self) -> Literal["newest"] | int | None:
         """The checkpoint to continue from, or None for a run that begins at step 1."""
         return None if self._resume == "scratch" else self._resume
+
+    @property
+    def stopped(self) -> str:
+        return self._stopped if self._done < self.config.training.steps else ""
 
     def stop(self, reason: str) -> None:
         self._stopped = reason

@@ -49,15 +49,11 @@ class TrainingRun(abc.ABC):
     restored or the plan was switched."""
     finished: bool
     """Whether no further step will be done."""
-    _stopped: str = ""
-    """The reason that `stop` was called with. Empty until then."""
-    _done: int = 0
-    """The number of the last step that has ended, or 0."""
     saved_step: int | None
     """The number of the step after which the newest checkpoint was saved, or None if this training
     has saved none."""
     timelines: list[Timeline]
-    """The timelines of the newest steps, without the warm-up steps."""
+    """The timelines of the newest steps, without the warm-up steps. Empty after a switch."""
     data_summaries: dict[str, DataSummary]
     """The summaries of the `training` and the `evaluation` data. Empty if they do not come from
     files."""
@@ -66,13 +62,15 @@ class TrainingRun(abc.ABC):
 
     @property
     def measured(self) -> Timeline:
-        """The timeline of the step with the median duration, without warm-up steps."""
+        """The timeline of the step with the median duration, without warm-up steps. Raises
+        ValueError if `timelines` is empty.
+        """
         return median_timeline(self.timelines)
 
     @property
+    @abc.abstractmethod
     def stopped(self) -> str:
         """The reason if a callback stopped the training early, otherwise empty."""
-        return self._stopped if self._done < self.config.training.steps else ""
 
     @property
     def state(self) -> ModelState:
