@@ -125,6 +125,13 @@ class _Execution(NamedTuple):
     """The folder to which paths in the plan are relative."""
 
 
+def _is_due(number: int, every: int) -> bool:
+    """Returns whether something that is done every `every` steps, or never if this is 0, is done
+    after step `number`.
+    """
+    return every > 0 and number % every == 0
+
+
 def _same_bits(work: Workload) -> Workload:
     """Returns `work.same_bits` with the content of the optimizer's file instead of its path, since
     a run folder has copies of the file.
@@ -394,7 +401,7 @@ class Trainer(TrainingRun):
             self._note_little_room()
             try:
                 self._callbacks.notify("on_start", self)
-                self._led(None)  # a callback of rank 0 may have read weights of the other ranks
+                self._of_rank_0(None)  # until then, its callbacks may read weights of other ranks
                 with Interruption(self._how_it_ended) as interruption:
                     fitted = self._loop(data, held_out, interruption)
             except BaseException as error:
@@ -403,7 +410,7 @@ class Trainer(TrainingRun):
                 raise
             self.finished = True
             self._callbacks.end(self, None)
-            self._led(None)  # the other ranks wait here while rank 0 exports the model
+            self._of_rank_0(None)  # the other ranks wait here while rank 0 exports the model
         if self._not_saved is not None:
             raise self._not_saved
         return fitted
@@ -458,7 +465,7 @@ class Trainer(TrainingRun):
             )
         )
 
-    def _led(self, value: T) -> T:
+    def _of_rank_0(self, value: T) -> T:
         """Returns the `value` of rank 0, on every rank.
 
         Until rank 0 calls this, the other ranks serve the weights that it reads, for an export or a
@@ -474,7 +481,7 @@ class Trainer(TrainingRun):
 
     def _of_any_rank(self, reason: str) -> str:
         """Returns the first `reason` that is not empty, of all ranks in their order."""
-        led = self._led(reason)
+        led = self._of_rank_0(reason)
         if self._ranks is None:
             return led
         return next(filter(None, self._ranks.values(reason)), "")
@@ -484,7 +491,7 @@ class Trainer(TrainingRun):
         if self._ranks is None:
             return bool(interruption)
         self._ranks.board.signalled = bool(interruption)
-        return self._led(self._ranks.signalled())
+        return self._of_rank_0(self._ranks.signalled())
 
     def _refuse_steps_that_are_done(self, epochs: float = 0.0) -> None:
         """Raises UserError if the checkpoint to continue from is after the last step. If the config
@@ -581,7 +588,7 @@ class Trainer(TrainingRun):
     ) -> Fitted:
         """Executes all steps, and the evaluations and checkpoints that are due after them."""
         steps, saving = self.config.training.steps, self.config.saving
-        every = self.config.evaluation.every_steps, saving.every_steps
+        evaluate_every = self.config.evaluation.every_steps
         clock = saving.every_minutes if self._checkpoints is not None else 0.0
         saved_at = time.monotonic()
         number = self._done = self.first_step - 1
@@ -597,9 +604,7 @@ class Trainer(TrainingRun):
                 break
             step = self._step(data, number, run)
             self._done, loss = number, step.loss
-            owed = held_out is not None and (
-                number == steps or (every[0] > 0 and number % every[0] == 0)
-            )
+            owed = held_out is not None and (number == steps or _is_due(number, evaluate_every))
             done = RunState(
                 step=number,
                 loss=loss if held_out is None else None,
@@ -609,9 +614,8 @@ class Trainer(TrainingRun):
             self._notify_after("on_step", step, done)
             self._stopped = self._of_any_rank(self._stopped)
             self.finished = number == steps or bool(self._stopped)
-            evaluate, save = (
-                self.finished or (interval > 0 and number % interval == 0) for interval in every
-            )
+            evaluate = self.finished or _is_due(number, evaluate_every)
+            save = self.finished or _is_due(number, saving.every_steps)
             result = None
             if evaluate and held_out is not None:
                 with self._kept_if_it_fails(done, "the evaluation"):
@@ -622,7 +626,7 @@ class Trainer(TrainingRun):
                 )
                 self._notify_after("on_evaluation", result, done)
             evaluation = result or evaluation
-            by_clock = self._led(clock > 0 and time.monotonic() - saved_at >= 60 * clock)
+            by_clock = self._of_rank_0(clock > 0 and time.monotonic() - saved_at >= 60 * clock)
             stopping = self._interrupted(interruption)
             due = stopping or by_clock or (save and (saving.every_steps or clock))
             switch = self._next is not None and not (self.finished or stopping)
@@ -647,7 +651,9 @@ class Trainer(TrainingRun):
         return f"{when}; {how_to_continue(self.out)}"
 
     def _run_progress(self, owed: bool) -> dict[str, Any]:
-        """Returns `RunState.progress`. `owed` says whether an evaluation is pending."""
+        """Returns `RunState.progress`. `owed` says whether the evaluation after this step is still
+        to be done.
+        """
         return {
             "evaluation_owed": owed,
             EVALUATION_DATA: self._evaluation_digest,
