@@ -42,7 +42,7 @@ from megatrain.runtime.machine import (
     usable_device,
 )
 from megatrain.runtime.memory.fitting import little_memory_note, refuse_what_does_not_fit
-from megatrain.runtime.ranks import Ranks
+from megatrain.runtime.ranks import Ranks, identity
 from megatrain.runtime.training.callback import Callback, CallbackError, EvaluationResult, Step
 from megatrain.runtime.training.callbacks import Callbacks, refuse_callbacks
 from megatrain.runtime.training.config import Config, checked, with_data
@@ -93,6 +93,7 @@ from megatrain.simulator.schedule.timeline import Timeline
 T = TypeVar("T")
 _KEPT_TIMELINES = 64
 """The number of newest steps from which the median step is chosen."""
+_SAME_FIRST_STEP = "set `trainer.first_step` in a callback of every rank"
 
 
 class Fitted(NamedTuple):
@@ -375,8 +376,11 @@ class Trainer(TrainingRun):
         self._forget()
         training = self.config.training
         self._refuse_what_does_not_fit(self.plan, self.schedule)
-        if self._ranks is not None and self.out is not None:
-            refuse_unseen(self.out, self._ranks)
+        if self._ranks is not None:
+            given = {"resume": self._resume, "whether there is a run folder": self.out is not None}
+            self._ranks.agree(identity(self.plan, self.config, given))
+            if self.out is not None:
+                refuse_unseen(self.out, self._ranks)
         # Rank 0 goes first: it tidies the run folder, and fills the caches of data and tokens.
         with self._ranks.in_turn() if self._ranks else contextlib.nullcontext():
             data, held_out = self._prepare()
@@ -402,6 +406,8 @@ class Trainer(TrainingRun):
             try:
                 self._callbacks.notify("on_start", self)
                 self._of_rank_0(None)  # until then, its callbacks may read weights of other ranks
+                if self._ranks is not None:
+                    self._ranks.agree({"first step": str(self.first_step)}, _SAME_FIRST_STEP)
                 with Interruption(self._how_it_ended) as interruption:
                     fitted = self._loop(data, held_out, interruption)
             except BaseException as error:

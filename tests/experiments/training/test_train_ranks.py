@@ -407,7 +407,7 @@ from megatrain.simulator import Plan
 
 device = torch.device("cpu")
 config = Config.load(Path("alone/config.toml"))
-with joined(Plan.load(Path("2.toml")), device, config) as ranks:
+with joined(Plan.load(Path("2.toml")), device) as ranks:
     def read(trainer):
         return trainer.state.masters(next(iter(trainer.plan.model.stack.values())))
     if sys.argv[1] in ("read", "start"):
@@ -419,6 +419,14 @@ with joined(Plan.load(Path("2.toml")), device, config) as ranks:
                 if sys.argv[1] == "read" and ranks.rank == 1:
                     read(trainer)
         more = {"callbacks": [Reads()]}
+    elif sys.argv[1] == "first":
+        class Later(Callback):
+            def on_start(self, trainer):
+                trainer.first_step += ranks.rank
+        more = {"callbacks": [Later()]}
+    elif sys.argv[1] == "rate":
+        schedule = msgspec.structs.replace(config.schedule, rate=(1 + ranks.rank) / 100)
+        config, more = msgspec.structs.replace(config, schedule=schedule), {}
     elif sys.argv[1] == "stop":
         class Stops(Callback):
             def on_step(self, trainer, step):
@@ -445,13 +453,16 @@ with joined(Plan.load(Path("2.toml")), device, config) as ranks:
         ("stop", "0 rank 1 has seen enough"),
         ("start", "0 4"),
         ("read", "training: state: found a read of the weights on rank 1; allowed: reads on rank"),
+        ("rate", "ranks: schedule.rate: found 0.02 on rank 1; allowed: 0.01, as on rank 0"),
+        ("first", "ranks: first step: found 2 on rank 1; allowed: 1, as on rank 0"),
         ("few", "data: found 0 micro-batches on rank 0; allowed: 8, as planned for all ranks"),
     ],
 )
 @pytest.mark.usefixtures("plans")
 def test_ranks_of_a_script_are_one_training(what: str, line: str) -> None:
     """Rank 1 alone stops the training of both. Rank 0 may read weights before an evaluation that a
-    checkpoint owes. A read on another rank has an error, and so have too few micro-batches.
+    checkpoint owes. A read on another rank has an error, and so have too few micro-batches, and
+    settings and first steps that differ.
     """
     evaluated = EVALUATED if what == "start" else ()
     assert cli.main(["train", "1.toml", "--out", "alone", *WORDS, *evaluated, "--steps", "4"]) == 0
