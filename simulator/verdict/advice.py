@@ -53,6 +53,8 @@ from megatrain.simulator.verdict.alternatives import alternatives
 from megatrain.simulator.verdict.suggestion import Suggestion, as_options
 
 _GIB = 2**30
+_OR_FASTER = "or faster: the plan that needs the least memory"
+"""Note on the speed with the least host memory, which no search has improved."""
 _PLENTY = 2**59  # more bytes of host memory than any plan needs
 _LEAST_GAIN = 0.02  # suggestions that gain less are left out
 # A search is skipped if the plans from which it begins gain less by their lower bounds.
@@ -251,10 +253,14 @@ class Adviser:
             least, index = min(
                 (self._least_host(footprint), index) for index, footprint in enumerate(device_fits)
             )
-            # With so little memory a search would find the same plan, but take seconds.
+            # With so little memory a search finds this plan or a slightly faster one, such as one
+            # with a smaller loss chunk, but takes seconds.
             plan = msgspec.structs.replace(device_fits[index].plan, host_limit_bytes=least)
             choice = estimate(MemoryFootprint(plan, self.costs).placed(), self.costs)
-            suggestions += self._memory({"host": least}, choice=choice)
+            suggestions += [
+                msgspec.structs.replace(entry, note=_OR_FASTER)
+                for entry in self._memory({"host": least}, choice=choice)
+            ]
             suggestions += self._most_useful_host(least)
         elif batch := largest_batch(self.footprints, self.work, host_limit=_PLENTY):
             work = msgspec.structs.replace(self.work, batch=batch)

@@ -327,7 +327,7 @@ def test_a_suggestion_gains_the_speed_that_it_states() -> None:
             changed = {"device_limit": 4 * GIB} | with_options(work, entry.options)
             found = small(changed.pop("workload"), **changed)
             share = found.tokens_per_second / entry.tokens_per_second
-            assert 1 - 1e-6 <= share <= 1.002
+            assert 1 - 1e-6 <= share <= 1.005
             assert ("nothing streams" in entry.change) == (
                 "device_limit" in changed and "device-memory" in entry.options and not found.streams
             )
@@ -633,5 +633,5 @@ def test_the_memory_of_compiled_written_out_scores_is_a_condition() -> None:
     )
     assert not found.eager
     assert not any(layer.compilable for layer in apart.decoders[:3])
-    assert linear[0].device_peak_bytes == linear[1].device_peak_bytes
+    assert linear[0].device_peak_bytes < linear[1].device_peak_bytes, "the other layer saves less"
     assert not small(work).fits_if, "compiled layers of a dense model need less than eager ones"
