@@ -53,7 +53,7 @@ from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs.contention import ContentionModel
 from megatrain.simulator.costs.datasheet import Datasheet
 from megatrain.simulator.costs.elementwise import Elementwise
-from megatrain.simulator.costs.interpolation import Point, between, interpolate
+from megatrain.simulator.costs.interpolation import Point, between, fixed_ns, interpolate
 from megatrain.simulator.costs.missing import missing_measurement
 from megatrain.simulator.costs.protocol import FIX, ContendedCosts
 from megatrain.simulator.hardware.cost_table import (
@@ -553,6 +553,9 @@ class Calibrated(ContendedCosts):
         """Returns the duration of a decoder layer's op in ns, from a measurement of the same layer
         with other tokens. It is the measurement with the nearest number of tokens, and if there are
         several, with the nearest sequence length. `points` have the same packing as `op.shape`.
+
+        With fewer tokens than were measured, the part of the time that does not depend on the
+        tokens (`fixed_ns`) is kept.
         """
         sheet = self._datasheet
         assert sheet
@@ -568,7 +571,10 @@ class Calibrated(ContendedCosts):
         measured = msgspec.structs.replace(
             sheet.workload, batch=nearest.tokens // nearest.sequence, sequence=nearest.sequence
         )
-        return max(math.ceil(sheet.scaled(op, measured, nearest.duration_ns)), 1)
+        duration = sheet.scaled(op, measured, nearest.duration_ns)
+        if tokens < nearest.tokens:
+            duration += fixed_ns(points, nearest) * (1 - tokens / nearest.tokens)
+        return max(math.ceil(duration), 1)
 
     def activations_bytes(self, model: ModelSpec, workload: Workload) -> int | None:
         """Returns the bytes of one decoder layer's saved activations, or None if they are unknown.

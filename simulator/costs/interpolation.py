@@ -118,6 +118,27 @@ def between(points: Iterable[Point], tokens: int, sequence: int, *, attends: boo
     return max(round(_time_at(curve, tokens) + tokens * extra), 1)
 
 
+def fixed_ns(points: Iterable[Point], fewest: Point) -> float:
+    """Returns the part of the duration of `fewest` that does not depend on the tokens, in ns, such
+    as reading the weights of all experts. It is the duration with 0 tokens on the line through
+    `fewest` and the next larger point of its sequence length that has at least a quarter more
+    tokens. It is 0 without such a point, and at least 0.
+
+    >>> fixed_ns([Point(8, 1, 100), Point(9, 1, 300), Point(32, 1, 340)], Point(8, 1, 100))
+    20.0
+    """
+    more = [
+        point
+        for point in points
+        if point.sequence == fewest.sequence and point.tokens >= 1.25 * fewest.tokens
+    ]
+    if not more:
+        return 0.0
+    next_one = min(more, key=lambda point: point.tokens)
+    slope = (next_one.duration_ns - fewest.duration_ns) / (next_one.tokens - fewest.tokens)
+    return max(fewest.duration_ns - slope * fewest.tokens, 0.0)
+
+
 def _time_at(curve: tuple[tuple[int, int], ...], tokens: int) -> int:
     """Returns f, the duration in ns at `tokens`, which are within the measured range.
 

