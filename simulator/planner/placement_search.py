@@ -746,12 +746,14 @@ class PlacementSearch(Polishing):
                 if bound < limit_ns and (fastest is None or bound <= fastest[0]):
                     measured = (self.time(other), count, other)
                     fastest = min(fastest or measured, measured, key=lambda entry: entry[:2])
-            if fastest is None or fastest[0] >= limit_ns:
+            # Slots and layers share the memory, so with `every_slot` only a few numbers of layers
+            # near the best one are fast, and the first ones may miss them.
+            if fastest is None or (fastest[0] >= limit_ns and not every_slot):
                 break
             if fastest is best:
                 size //= 2
             best = fastest
-        return (best[0], best[2]) if best else None
+        return (best[0], best[2]) if best and best[0] < limit_ns else None
 
     def _whole_layers_plan(
         self, plan: Plan, kept: Whole, limit_ns: float, *, every_slot: bool = False
