@@ -20,6 +20,7 @@ from megatrain.runtime.checkpoint.stored_steps import checkpoint_name
 from megatrain.runtime.files.model_folder import CHAT_TEMPLATE
 from megatrain.runtime.files.tensor_stream import TensorSource, write_tensors
 from megatrain.runtime.training.exporting import undamaged_checkpoint
+from megatrain.runtime.training.metrics_file import FORMER, METRICS
 from megatrain.runtime.training.run_folder import save_plan
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import refuse_existing
@@ -28,7 +29,7 @@ from megatrain.simulator.model.state_format import EXACT, FORMATS
 from megatrain.simulator.policies import lower
 from megatrain.simulator.schedule.plan import Plan
 
-_COPIED = ("config.toml", "metrics.jsonl", CHAT_TEMPLATE)
+_COPIED = ("config.toml", METRICS, FORMER, CHAT_TEMPLATE)
 """Files of a run that do not depend on the state format."""
 
 

@@ -19,17 +19,16 @@ At the end:
     model/                  the model in Hugging Face format. If the run is resumed later, its next
                             model is in model-STEP/. models.json lists all (`exported_models.py`)
 
-The trainer writes `checkpoints/` into the same folder. When a run is resumed, lines of
-`metrics.jsonl` for steps after the checkpoint are removed.
+The trainer writes `checkpoints/` into the same folder. When a resumed run writes its first line to
+`metrics.jsonl`, it removes the lines of the steps that it repeats. If a checkpoint of these steps
+exists, `metrics-before-resume.jsonl` has them until the next checkpoint is saved.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import math
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,8 +43,8 @@ from megatrain.runtime.files.model_folder import CHAT_TEMPLATE
 from megatrain.runtime.files.model_source import hub_name, planned_source
 from megatrain.runtime.machine import describe
 from megatrain.runtime.training.callback import Callback, EvaluationResult, Step
+from megatrain.runtime.training.metrics_file import MetricsFile
 from megatrain.runtime.training.run_lock import LOCK, START, remove_start
-from megatrain.runtime.training.stopped_run import metrics_line, readable
 from megatrain.simulator.base.atomic_files import remove_abandoned
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import (
@@ -77,10 +76,12 @@ class RunFolder(Callback):
         empty unless the run is `resumed`.
         """
         self.path, self._resumed = path, resumed
+        self._metrics, self._cuts = MetricsFile(path), False
         self._last_step, self._trained = 0, False
         self._saved_digest = ""
 
     def on_start(self, trainer: TrainingRun) -> None:
+        self._cuts = self._resumed
         if self._resumed:
             self._clean_up(trainer)
         self._last_step = trainer.first_step - 1
@@ -118,7 +119,9 @@ class RunFolder(Callback):
             row["clip_factor"] = step.clip_factor
         if step.checksum is not None:
             row["checksum"] = f"{step.checksum:016x}"
-        append(self.path / "metrics.jsonl", row)
+        self._cut_metrics(trainer)
+        self._metrics.forget_former(step.number - 1)
+        self._metrics.append(row)
 
     def on_evaluation(self, trainer: TrainingRun, evaluation: EvaluationResult) -> None:
         row = {
@@ -127,15 +130,19 @@ class RunFolder(Callback):
             "perplexity": evaluation.perplexity,
             "tokens": evaluation.tokens,
         }
-        append(self.path / "metrics.jsonl", {**row, "seconds": round(evaluation.seconds, 6)})
+        self._cut_metrics(trainer)
+        self._metrics.append({**row, "seconds": round(evaluation.seconds, 6)})
 
     def on_save(self, trainer: TrainingRun, number: int) -> None:
+        self._metrics.forget_former(number)
         self._save_measurements(trainer)
 
     def on_end(self, trainer: TrainingRun, error: BaseException | None) -> None:
         self._save_measurements(trainer)
         if error is None and trainer.config.saving.export:
             self._export(trainer)
+        if error is None:
+            self._cut_metrics(trainer)  # no line was written if no step was left to do
         if error is not None and not (self._resumed or isinstance(error, KeyboardInterrupt)):
             self._leave_nothing()
 
@@ -182,24 +189,30 @@ class RunFolder(Callback):
                 remove_start(self.path)
 
     def _clean_up(self, trainer: TrainingRun) -> None:
-        """Removes the remains of an interrupted run: an incomplete model, damaged lines of the
-        metrics, and lines for steps that will be repeated.
+        """Removes the remains of an interrupted run: an incomplete model, and damaged lines of the
+        metrics.
         """
         for path in self.path.glob(".model*"):
             remove_abandoned(self.path / path.name[1:].partition(".aside-")[0])
-        kept, damaged = readable(self.path / "metrics.jsonl")
-        if damaged:
+        metrics = self._metrics.path
+        if damaged := self._metrics.mend():
             counted = f"{damaged} damaged line{'s' * (damaged > 1)}"
+            trainer.note(f"{metrics}: {counted} removed; the weights are not affected")
+        if trainer.first_step > 1 and not self._metrics.has_steps_before(trainer.first_step):
             trainer.note(
-                f"{self.path / 'metrics.jsonl'}: {counted} removed; the weights are not affected"
+                f"{metrics} has no earlier steps: it was lost or emptied, so reports begin with"
+                f" step {trainer.first_step}; the weights are not affected"
             )
-        lines = [line for step, line in kept if step < trainer.first_step]
-        if trainer.first_step > 1 and not lines:
-            trainer.note(
-                f"{self.path / 'metrics.jsonl'} has no earlier steps: it was lost or emptied, so"
-                f" reports begin with step {trainer.first_step}; the weights are not affected"
-            )
-        write_text(self.path / "metrics.jsonl", "".join(lines))
+
+    def _cut_metrics(self, trainer: TrainingRun) -> None:
+        """Removes the metrics of the steps that a resumed run repeats. Does nothing in later calls.
+
+        Called before the first line is written, because a resume that fails before must not lose
+        the lines of later checkpoints.
+        """
+        if self._cuts:
+            self._metrics.cut(trainer.first_step)
+            self._cuts = False
 
     def _save_plan(self, trainer: TrainingRun) -> None:
         """Saves the plan, and copies of its hardware file and of the files that it needs.
@@ -317,31 +330,6 @@ def _hardware_text(hardware: Path, folder: Path) -> str:
         return text
     heading = "The machine of the plan. `cost_model` names a copy of the file."
     return toml_text({**machine, "cost_model": kept}, heading)
-
-
-def append(metrics: Path, row: Mapping[str, object]) -> None:
-    """Appends `row` as one line of JSON to the file `metrics`.
-
-    Infinity and NaN are written as null, because JSON cannot represent them. Raises UserError if
-    the line cannot be written.
-    """
-    plain = {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in row.items()
-    }
-    try:
-        with metrics.open("a", encoding="utf-8") as file:
-            file.write(metrics_line(plain))
-            file.flush()
-            # After a power failure, the metrics must have all steps of the newest checkpoint.
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise UserError(
-            str(metrics),
-            found=str(error.strerror).lower(),
-            allowed="a disk with room",
-            fix="free some space or name another folder",
-        ) from None
 
 
 def measured_memory(executor: Executor, before: int) -> dict[str, object]:

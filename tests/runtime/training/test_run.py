@@ -27,8 +27,9 @@ from megatrain.runtime.training.callback import Callback, EvaluationResult, Step
 from megatrain.runtime.training.config import Config, TrainingSettings
 from megatrain.runtime.training.converting import convert_run
 from megatrain.runtime.training.exporting import export_run
+from megatrain.runtime.training.metrics_file import MetricsFile
 from megatrain.runtime.training.notes import epochs_note
-from megatrain.runtime.training.run_folder import RunFolder, append, save_plan
+from megatrain.runtime.training.run_folder import RunFolder, save_plan
 from megatrain.runtime.training.trainer import Trainer
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.memory.account import WITHOUT_ACTIVATIONS, account
@@ -397,8 +398,9 @@ def test_a_line_of_the_metrics_is_on_the_disk_before_the_next_step(
     monkeypatch.setattr(
         os, "fsync", lambda handle: synced.append(Path(f"/proc/self/fd/{handle}").read_text())
     )
-    append(tmp_path / "metrics.jsonl", {"step": 1, "loss": math.inf})
-    append(tmp_path / "metrics.jsonl", {"step": 2, "loss": 0.5})
+    metrics = MetricsFile(tmp_path)
+    metrics.append({"step": 1, "loss": math.inf})
+    metrics.append({"step": 2, "loss": 0.5})
     rows = [[json.loads(line) for line in text.splitlines()] for text in synced]
     assert [[(row["step"], row["loss"]) for row in each] for each in rows] == [
         [(1, None)],
@@ -422,11 +424,13 @@ def test_durations_in_the_metrics_have_microseconds(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_gives_a_one_line_error() -> None:
+    metrics = MetricsFile(Path())
+    metrics.path = Path("/dev/full")
     with pytest.raises(
         UserError,
         match=r"/dev/full: found no space left on device; allowed: a disk with room; fix: ",
     ):
-        append(Path("/dev/full"), {"step": 1})
+        metrics.append({"step": 1})
 
 
 def test_an_export_or_a_conversion_into_something_is_refused_before_the_run_is_read(
