@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
+
 from megatrain.runtime.checkpoint.checkpoint import (
     ASIDE,
     REPLACED,
@@ -95,6 +97,19 @@ class Checkpoints:
             if self._tidies:
                 self._prune()
         return path
+
+    def evaluated(self, step: int, loss: float, progress: Mapping[str, Any]) -> None:
+        """Writes the `loss` and the `progress` after an evaluation to the checkpoint of `step`, so
+        `keep_best` compares it, too. Does nothing if another step was saved or restored last.
+
+        Raises UserError if the manifest cannot be written. The checkpoint is then unchanged.
+        """
+        if self._tidies and self._current == step:
+            path = self.path(step)
+            manifest = self._manifest(path, step)
+            progress = {**manifest.run.progress, **progress}
+            run = msgspec.structs.replace(manifest.run, loss=loss, progress=progress)
+            msgspec.structs.replace(manifest, run=run).save(path)
 
     def refuse(
         self,

@@ -130,7 +130,7 @@ class RunFolder(Callback):
             "perplexity": evaluation.perplexity,
             "tokens": evaluation.tokens,
         }
-        self._cut_metrics(trainer)
+        self._cut_metrics(trainer, evaluation.number)
         self._metrics.append({**row, "seconds": round(evaluation.seconds, 6)})
 
     def on_save(self, trainer: TrainingRun, number: int) -> None:
@@ -204,14 +204,15 @@ class RunFolder(Callback):
                 f" step {trainer.first_step}; the weights are not affected"
             )
 
-    def _cut_metrics(self, trainer: TrainingRun) -> None:
-        """Removes the metrics of the steps that a resumed run repeats. Does nothing in later calls.
+    def _cut_metrics(self, trainer: TrainingRun, evaluated: int | None = None) -> None:
+        """Removes the metrics of the steps that a resumed run repeats, and of an evaluation that it
+        repeats after step `evaluated`. Does nothing in later calls.
 
         Called before the first line is written, because a resume that fails before must not lose
         the lines of later checkpoints.
         """
         if self._cuts:
-            self._metrics.cut(trainer.first_step)
+            self._metrics.cut(trainer.first_step, evaluated)
             self._cuts = False
 
     def _save_plan(self, trainer: TrainingRun) -> None:

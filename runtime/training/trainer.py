@@ -604,6 +604,7 @@ class Trainer(TrainingRun):
                 evaluation = self._evaluate(held_out, number, interruption)
             if evaluation is not None:
                 self._callbacks.notify("on_evaluation", self, evaluation)
+                self._note_evaluation(evaluation)
         stopping, run = False, None
         for number in range(self.first_step, steps + 1):
             if stopping or self._interrupted(interruption):
@@ -655,6 +656,17 @@ class Trainer(TrainingRun):
         """Returns when a signal ended the training, what is saved, and how to continue."""
         when = f"after step {self._done}" if self._done else "before the first step"
         return f"{when}; {how_to_continue(self.out)}"
+
+    def _note_evaluation(self, result: EvaluationResult) -> None:
+        """Writes the result of an evaluation at the start to the checkpoint that was restored, so
+        the evaluation is not repeated when it is restored again.
+        """
+        if self._checkpoints is not None:
+            try:
+                progress = self._run_progress(False)
+                self._checkpoints.evaluated(result.number, result.loss, progress)
+            except UserError as error:
+                self.note(f"{error}; the next resume from step {result.number} evaluates again")
 
     def _run_progress(self, owed: bool) -> dict[str, Any]:
         """Returns `RunState.progress`. `owed` says whether the evaluation after this step is still

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 
-from megatrain.runtime.training import metrics_file
-from megatrain.runtime.training.callback import Callback, CallbackError
+from megatrain.runtime.checkpoint.folder import Checkpoints
+from megatrain.runtime.checkpoint.manifest import Manifest
+from megatrain.runtime.training import metrics_file, trainer
+from megatrain.runtime.training.callback import Callback, CallbackError, EvaluationResult
 from megatrain.runtime.training.metrics_file import FORMER, METRICS, MetricsFile
+from megatrain.simulator.base.errors import UserError
 
 EVERY_2 = {"saving.every_steps": 2, "keep_last": 9, "export": False}
 
@@ -88,6 +91,60 @@ def test_lines_whose_checkpoints_are_gone_do_not_return(place: Path, prepare: An
     (run / FORMER).write_bytes(copy)
     prepare(place, steps=3, resume="newest", **EVERY_2).fit()
     assert rows(run) == steps(3)
+
+
+@pytest.fixture
+def owing(place: Path, prepare: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Trains a run whose checkpoint of step 2 owes an evaluation, and returns its settings."""
+    fields = {**EVERY_2, "evaluation_data": str(place / "corpus"), "evaluation.every_steps": 2}
+    with monkeypatch.context() as patched:
+        patched.setattr(trainer, "evaluate", lambda *_, **__: None)
+        prepare(place, steps=2, **fields).fit()
+    return fields
+
+
+def test_an_evaluation_at_the_start_is_written_to_the_checkpoint(
+    place: Path, prepare: Any, owing: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for count in (1, 0):
+        done = prepare(place, steps=2, resume="newest", **owing).fit().evaluation
+        assert (done is not None) == count
+        assert rows(place / "run") == [*steps(2), (2, "evaluation")]
+    (row,) = [json.loads(text) for text in (place / "run" / METRICS).open() if "perplex" in text]
+    run = Manifest.load(place / "run" / "checkpoints" / "step-00000002").run
+    assert run.loss == row["evaluation_loss"]
+    assert run.progress["evaluation_owed"] is False
+    assert run.progress["evaluation_data"], "the digest of what was evaluated"
+
+    def worse(*_: Any, number: int, **__: Any) -> EvaluationResult:
+        return EvaluationResult(number=number, loss=100.0 + number, tokens=1, seconds=1.0)
+
+    monkeypatch.setattr(trainer, "evaluate", worse)
+    few = {**owing, "keep_last": 1, "keep_best": 1}
+    prepare(place, steps=6, resume="newest", **few).fit()
+    kept = sorted(path.name for path in (place / "run" / "checkpoints").iterdir())
+    assert kept == ["step-00000002", "step-00000006"], "the best one, and the newest one"
+
+
+def test_an_evaluation_that_is_repeated_replaces_its_line(
+    place: Path, prepare: Any, owing: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill between the line and the checkpoint, or a full disk, makes the evaluation owed."""
+
+    def full(*_: Any) -> None:
+        raise UserError("disk", found="no space", allowed="a disk with room", fix="free some")
+
+    notes = list[str]()
+
+    class Listens(Callback):
+        def on_note(self, text: str) -> None:
+            notes.append(text)
+
+    monkeypatch.setattr(Checkpoints, "evaluated", full)
+    for _ in range(2):
+        prepare(place, steps=2, resume="newest", callbacks=[Listens()], **owing).fit()
+        assert rows(place / "run") == [*steps(2), (2, "evaluation")]
+    assert sum("the next resume from step 2 evaluates again" in text for text in notes) == 2
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
