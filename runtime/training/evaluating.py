@@ -160,6 +160,7 @@ def evaluate_run(
         # As in Trainer, because a virtual machine may report less memory than it can grow to.
         host_bytes=None if is_calibrated(run / plan.hardware) else host_bytes(),
         device_bytes=device_bytes(device),
+        on_cpu=device.type != "cuda",
     )
     folder = find_model(str(source), plan.model, needed=True)
     assert folder is not None, "a model that is needed is found or refused"

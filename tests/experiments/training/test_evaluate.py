@@ -13,8 +13,10 @@ import msgspec
 import pytest
 import torch
 
+from megatrain.runtime.memory.fitting import LOADING_BYTES
 from megatrain.runtime.training import evaluating
-from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.errors import DoesNotFit, UserError
+from megatrain.simulator.policies import lower
 from megatrain.simulator.schedule.plan import Plan
 
 
@@ -63,6 +65,17 @@ def test_a_host_that_is_too_small_is_refused_unless_the_machine_was_calibrated(
         (run / "hardware.toml").write_text(text)
         with pytest.raises(UserError, match=match):
             evaluating.evaluate_run(run, ("none.txt",), device=torch.device("cpu"))
+
+
+def test_without_a_gpu_the_pools_of_both_must_fit_in_the_host(
+    finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffers = lower(Plan.load(finished / "plan.toml")).buffers
+    pools = sum(each.allocated for each in buffers if not each.dynamic)
+    monkeypatch.setattr(evaluating, "host_bytes", lambda: pools + LOADING_BYTES - 1)
+    monkeypatch.setattr(evaluating, "is_calibrated", lambda _: False)
+    with pytest.raises(DoesNotFit, match="device and host memory: found a plan that needs"):
+        evaluating.evaluate_run(finished, ("none.txt",), device=torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
