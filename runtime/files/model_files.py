@@ -298,7 +298,7 @@ class ModelState:
     def follow(self) -> Any:
         """Sends this rank's part of each layer that rank 0 reads. Returns the first message from
         rank 0 that is not about a layer. Every rank except rank 0 must call this while rank 0 reads
-        weights.
+        weights. Rank 0 then calls `end_reads`.
         """
         assert self._ranks is not None
         while True:
@@ -306,6 +306,14 @@ class ModelState:
             if not (isinstance(message, list) and message[:1] == [_LAYER]):
                 return message
             self._gathered(self._plan.model.stack[message[1]])
+
+    def end_reads(self, value: object) -> None:
+        """Sends `value` from rank 0 to the other ranks, where `follow` returns it. Also releases
+        the layer that rank 0 has read last, because no plan counts this memory.
+        """
+        assert self._ranks is not None
+        self._read = None
+        self._ranks.send(value)
 
     def first(self, layer: LayerSpec) -> int:
         """Returns the index of the layer's first element that this rank owns; 0 with one GPU."""

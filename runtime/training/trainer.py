@@ -482,7 +482,7 @@ class Trainer(TrainingRun):
         if not self._leads:
             leading_value: T = self.state.follow()
             return leading_value
-        self._ranks.send(value)
+        self.state.end_reads(value)
         return value
 
     def _of_any_rank(self, reason: str) -> str:
@@ -816,7 +816,7 @@ class Trainer(TrainingRun):
             return
         names = self.state.not_finite()
         if self._ranks is not None:
-            self._ranks.send(None)
+            self.state.end_reads(None)
         if names:
             others = f" and {len(names) - 3} other tensors" if len(names) > 3 else ""
             where, fix = (

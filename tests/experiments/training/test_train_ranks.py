@@ -416,6 +416,7 @@ with joined(Plan.load(Path("2.toml")), device) as ranks:
                 if sys.argv[1] == "start" and ranks.rank == 0:
                     read(trainer)
             def on_step(self, trainer, step):
+                assert trainer.state._read is None, "memory that no plan counts is released"
                 if sys.argv[1] == "read" and ranks.rank == 1:
                     read(trainer)
         more = {"callbacks": [Reads()]}

@@ -5,6 +5,7 @@ Failures leave nothing behind.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from megatrain.runtime.files import model_files
 from megatrain.runtime.files.checkpoint_names import hub_name
 from megatrain.runtime.files.model_files import (
+    ModelState,
     RandomWeights,
     export,
     folder_weights,
@@ -28,6 +30,8 @@ from megatrain.runtime.files.model_files import (
 from megatrain.runtime.layers.functional_layers import config_of
 from megatrain.runtime.optimizer.adamw import round_to_bf16
 from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.model.specs import LayerSpec
+from megatrain.simulator.policies import lower
 from megatrain.simulator.schedule.plan import Plan
 
 NAME = "mlp.up_proj.weight"
@@ -43,6 +47,30 @@ def save_model(plan: Plan, folder: Path, shard: str = "5GB") -> Any:
             parameter.normal_(0, 0.1).add_(1 if parameter.dim() == 1 else 0)
     model.save_pretrained(folder, max_shard_size=shard)
     return model
+
+
+def test_rank_0_keeps_no_layer_after_the_last_read(executable: Callable[..., Plan]) -> None:
+    plan, sent, read = executable("overlapped", gpus=2, accumulation=2), list[Any](), list[Any]()
+    ranks: Any = SimpleNamespace(
+        rank=0, leads=True, board=SimpleNamespace(collectives=0), send=sent.append
+    )
+    state = ModelState(plan, lower(plan), lambda: Any, ranks=ranks)
+
+    def gathered(layer: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
+        halves = [
+            torch.ones(layer.elements, dtype=dtype) for dtype in (torch.bfloat16, torch.int16)
+        ]
+        read.extend(map(weakref.ref, halves))
+        return halves[0], halves[1]
+
+    state._gathered = gathered  # type: ignore[method-assign]
+    one = plan.model.stack["1"]
+    for _ in range(2):
+        state.masters(one)
+    assert len(read) == 2, "a layer is received once for all its tensors"
+    state.end_reads("over")
+    assert [half() for half in read] == [None, None]
+    assert sent[1:] == ["over"]
 
 
 @pytest.fixture
