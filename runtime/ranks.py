@@ -3,7 +3,8 @@
 `torchrun` starts them, on one host or on several. They communicate through `torch.distributed`:
 with gloo on the CPU and with NCCL between GPUs.
 
-In a step, an op waits at most `TIMEOUT_S` seconds for other ranks. Between steps, only rank 0 reads
+In a step, an op waits at most `TIMEOUT_S` seconds for other ranks, and on GPUs up to
+`NEW_TIMEOUT_S` seconds in the first steps. Between steps, only rank 0 reads
 and writes the run's files. The other ranks wait for its messages as long as its process runs. Every
 wait ends early when a rank has ended or has reported why it stops.
 
@@ -40,6 +41,9 @@ from megatrain.simulator.schedule.plan import Plan
 T = TypeVar("T")
 TIMEOUT_S = 50.0
 """Seconds after which a collective fails if not all ranks have reached it."""
+NEW_TIMEOUT_S = 600.0
+"""Seconds without a new op after which a rank hangs while ops run for the first times, and layers
+are compiled. Without a compile cache, an op may take minutes then."""
 _ENDED = "has ended"
 _SILENT = "does not answer"
 _LOOKING_S = 3.0
@@ -297,7 +301,7 @@ class Ranks:
     # ---- when something is wrong ----
 
     @contextlib.contextmanager
-    def watched(self, device: torch.device) -> Iterator[None]:
+    def watched(self, device: torch.device, *, new: bool = False) -> Iterator[None]:
         """Aborts the collectives of the block when another rank has ended, and then raises
         RankLost. If a rank is stopped or hangs, prints the error and ends this process.
 
@@ -307,12 +311,18 @@ class Ranks:
         thread ends this process in that case. The run folder is usable after any such end.
 
         A collective of gloo fails by itself, so without CUDA there is no such thread.
+
+        Args:
+            device: The device of this rank.
+            new: Whether the block is one of the first with its ops. A rank may then be late for
+                `NEW_TIMEOUT_S`.
         """
         if device.type != "cuda":
             yield
             return
         over, errors = threading.Event(), list[RankLost]()
-        watch = threading.Thread(target=self._watch, args=(over, errors), daemon=True)
+        late_s = max(self._timeout_s, NEW_TIMEOUT_S if new else 0.0)
+        watch = threading.Thread(target=self._watch, args=(over, errors, late_s), daemon=True)
         watch.start()
         error: BaseException | None = None
         try:
@@ -336,9 +346,9 @@ class Ranks:
         where = f"rank {self.rank}, {self.board.activity}"
         return self._reported() or (RankLost(f"{where}: {' and '.join(gone)}") if gone else None)
 
-    def _watch(self, over: threading.Event, errors: list[RankLost]) -> None:
+    def _watch(self, over: threading.Event, errors: list[RankLost], late_s: float) -> None:
         """Aborts the collectives when a rank has ended, and appends the error to `errors`. Ends
-        this process when a rank has been stopped or late for the time limit.
+        this process when a rank has been stopped for the time limit, or late for `late_s`.
         """
         silent: dict[int, tuple[object, float]] = {}  # what a rank showed, and since when
         while not over.wait(_LOOK_EVERY_S):
@@ -353,7 +363,7 @@ class Ranks:
                 waits = state or board.collectives < self.board.collectives
                 if rank == self.rank or not waits or silent.get(rank, ("", 0.0))[0] != shown:
                     silent[rank] = (shown, now)
-                elif now - silent[rank][1] > self._timeout_s:
+                elif now - silent[rank][1] > (self._timeout_s if state else late_s):
                     where = f"rank {self.rank}, {self.board.activity}"
                     state = state or "hangs"
                     _end_process(RankLost(f"{where}: {self.name(rank)} {state}, {board.activity}"))

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import Self
 
 import torch
 from transformers import PretrainedConfig
@@ -44,6 +44,7 @@ from megatrain.runtime.memory.host_memory import HostMemory
 from megatrain.runtime.optimizer import adamw as optimizer
 from megatrain.runtime.optimizer.settings import AdamW
 from megatrain.runtime.ranks import Ranks, refuse_without_ranks
+from megatrain.runtime.warm_up import WARM_UP_STEPS
 from megatrain.simulator.base.errors import RunError, UserError
 from megatrain.simulator.model.workload import BY_LAYER, BY_TENSOR
 from megatrain.simulator.policies import evaluation, flush_update
@@ -94,7 +95,8 @@ _STATE = (*UPDATED, "moving_norms")
 """The classes of data that a checkpoint stores."""
 
 
-class _Program(NamedTuple):
+@dataclass
+class _Program:
     """A schedule whose ops are bound to tensors."""
 
     schedule: Schedule
@@ -102,6 +104,8 @@ class _Program(NamedTuple):
     """The tasks of each lane, in order."""
     tasks: Mapping[str, Task]
     """All tasks, by op id."""
+    runs: int = 0
+    """How often all tasks have run."""
 
 
 def lane_threads(device: torch.device, gpus: int = 1) -> dict[str, int]:
@@ -551,9 +555,12 @@ class Executor:
         origin = Origin.now(self.device.type == "cuda")
         error: Exception | None = None
         try:
-            with self.ranks.watched(self.device) if self.ranks else contextlib.nullcontext():
+            new = program.runs < WARM_UP_STEPS
+            watched = self.ranks and self.ranks.watched(self.device, new=new)
+            with watched or contextlib.nullcontext():
                 self._lanes.play(program.queues)
                 self._synchronize()
+            program.runs += 1
         except OpFailed as failure:
             error = out_of_memory(failure, self._arenas)
             if error is None and self.ranks is not None and failure.lane == "exchange":

@@ -659,6 +659,35 @@ def test_a_step_on_gpus_waits_for_a_rank_that_is_late_but_works(
     assert not ended
 
 
+@pytest.mark.parametrize("state", ["is stopped", "hangs"])
+def test_a_rank_may_compile_for_longer_than_the_time_limit(
+    state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that is stopped does not compile."""
+    over, ended = threading.Event(), list[RankLost]()
+    monkeypatch.setattr("megatrain.runtime.ranks._LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(
+        "megatrain.runtime.ranks._end_process", lambda lost: (ended.append(lost), over.set())
+    )
+    boards = [Board(), Board()]
+    boards[0].begin("exchange", "GW1f.m0")
+    boards[1].begin("compute", "F1.m0")
+    with subprocess.Popen(["sleep", "60"]) as other:
+        try:
+            if state == "is stopped":
+                other.send_signal(signal.SIGSTOP)
+            ranks = Ranks(0, 2, [os.getpid(), other.pid], boards, timeout_s=0.3)
+            with ranks.watched(torch.device("cuda"), new=True):
+                over.wait(20 if state == "is stopped" else 1.5)
+            assert bool(ended) == (state == "is stopped")
+            if state == "hangs":
+                monkeypatch.setattr("megatrain.runtime.ranks.NEW_TIMEOUT_S", 0.5)
+                with ranks.watched(torch.device("cuda"), new=True):
+                    assert over.wait(20), "longer, but not for ever"
+        finally:
+            other.kill()
+
+
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="counts open files on Linux")
 def test_the_file_that_ranks_share_is_closed_at_once_and_removed_at_the_end() -> None:
     before = len(list(Path("/proc/self/fd").iterdir()))

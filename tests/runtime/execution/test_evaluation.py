@@ -5,7 +5,9 @@ The loss has the same bits. Evaluation only changes the state by applying a defe
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -226,3 +228,25 @@ def test_documents_that_were_not_planned_are_refused(
             running.executor.step(
                 [batch._replace(documents=torch.zeros_like(batch.ids))], rate=0.0, number=1
             )
+
+
+def test_ranks_have_patience_in_the_first_two_steps_and_evaluations(
+    executable: Callable[..., Plan], session: Callable[..., Any]
+) -> None:
+    """An evaluation compiles functions of its own, also if it is after many steps."""
+    news = list[bool]()
+
+    def watched(_: torch.device, *, new: bool) -> contextlib.AbstractContextManager[None]:
+        news.append(new)
+        return contextlib.nullcontext()
+
+    with session(executable()) as running:
+        executor = running.executor
+        running.step()
+        executor.ranks = SimpleNamespace(watched=watched)
+        for _ in range(2):
+            executor._run(executor._step)
+        for _ in range(3):
+            executor._run(executor._bound("evaluation", lambda: evaluation(executor.plan)))
+        executor.ranks = None
+    assert news == [True, False, True, True, False]
