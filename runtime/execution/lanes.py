@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatrain.runtime.rank_board import Board
+from megatrain.runtime.ranks.rank_board import Board
 from megatrain.simulator.base.errors import RunError
 
 # replaces `record_function` while no profiler runs: it takes 8 us and acquires the GIL twice

@@ -16,10 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatrain.runtime import board_mirror, ranks
-from megatrain.runtime.board_mirror import BoardMirror
-from megatrain.runtime.rank_board import Board
-from megatrain.runtime.ranks import RankLost, Ranks, check_started
+from megatrain.runtime.ranks import RankLost, Ranks, board_mirror, check_started, ranks
+from megatrain.runtime.ranks.board_mirror import BoardMirror
+from megatrain.runtime.ranks.rank_board import Board
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.schedule.plan import Plan
 
@@ -122,10 +121,8 @@ def test_a_rank_of_another_host_is_lost_when_its_board_is_silent(
 ) -> None:
     monkeypatch.setattr(ranks, "_LOOKING_S", 0.0)
     monkeypatch.setattr(ranks, "_SILENT_S", 0.1)
-    one = of_two_hosts()
-    one._mirror = SilentMirror()
-    assert one.lost("GW1f.m0") is None
-    one._mirror = SilentMirror(3)
+    assert of_two_hosts(mirror=SilentMirror()).lost("GW1f.m0") is None
+    one = of_two_hosts(mirror=SilentMirror(3))
     assert str(one.lost("GW1f.m0")) == (
         f"GW1f.m0 on lane exchange of rank 0: rank 3 (process {os.getpid()} on host 1, two) does"
         " not answer, between ops"
@@ -142,8 +139,7 @@ def test_a_step_on_gpus_ends_the_process_if_another_host_does_not_answer(
     ended, over = list[RankLost](), threading.Event()
     monkeypatch.setattr(ranks, "_LOOK_EVERY_S", 0.01)
     monkeypatch.setattr(ranks, "_end_process", lambda error: (ended.append(error), over.set()))
-    one = of_two_hosts(timeout_s=0.2)
-    one._mirror = SilentMirror(2)
+    one = of_two_hosts(timeout_s=0.2, mirror=SilentMirror(2))
     with one.watched(torch.device("cuda")):
         assert over.wait(20)
     (error,) = ended

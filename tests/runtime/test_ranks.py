@@ -29,7 +29,7 @@ from whole_models import model_of
 from megatrain.experiments import ranks as ranks_program
 from megatrain.experiments.baselines import fsdp2
 from megatrain.experiments.ranks import batches_of, main
-from megatrain.runtime import machine, ranks
+from megatrain.runtime import machine
 from megatrain.runtime.batch import Batch
 from megatrain.runtime.execution.executor import Executor
 from megatrain.runtime.execution.preflight import preflight
@@ -38,8 +38,8 @@ from megatrain.runtime.layers.functional_layers import config_of
 from megatrain.runtime.machine import default_device
 from megatrain.runtime.optimizer.adamw import row_sums, sum_of_rows, sum_of_squares
 from megatrain.runtime.optimizer.settings import AdamW
-from megatrain.runtime.rank_board import Board
-from megatrain.runtime.ranks import RankLost, Ranks, WithoutPlan, identity, joined
+from megatrain.runtime.ranks import RankLost, Ranks, WithoutPlan, identity, joined, joining
+from megatrain.runtime.ranks.rank_board import Board
 from megatrain.runtime.training.evaluating import same_batches
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.policies import lower
@@ -548,13 +548,13 @@ def test_rows_of_parts_sum_to_the_squares_of_the_whole(elements: int) -> None:
 
 
 def test_only_ranks_that_have_ended_count_as_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatrain.runtime.ranks._LOOKING_S", 0.1)
+    monkeypatch.setattr("megatrain.runtime.ranks.ranks._LOOKING_S", 0.1)
     assert Ranks(0, 2, [os.getpid(), os.getpid()]).lost("NX") is None
 
 
 def test_a_rank_that_has_not_reached_a_collective_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that hangs without being stopped is named with the ops of its other lanes."""
-    monkeypatch.setattr("megatrain.runtime.ranks._LOOKING_S", 0.0)
+    monkeypatch.setattr("megatrain.runtime.ranks.ranks._LOOKING_S", 0.0)
     boards = [Board(), Board()]
     ranks = Ranks(0, 2, [os.getpid(), os.getpid()], boards)
     for board in boards:
@@ -575,7 +575,7 @@ def test_a_rank_that_has_not_reached_a_collective_is_named(monkeypatch: pytest.M
 
 
 def test_a_failure_between_steps_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatrain.runtime.ranks._LOOKING_S", 0.0)
+    monkeypatch.setattr("megatrain.runtime.ranks.ranks._LOOKING_S", 0.0)
     ranks = Ranks(0, 2, [os.getpid(), os.getpid()])
 
     def fail() -> None:
@@ -600,8 +600,8 @@ def test_an_error_in_a_step_on_gpus_is_that_of_the_rank_that_ended(
 
 def test_the_collectives_of_a_step_on_gpus_are_aborted_when_a_rank_has_ended() -> None:
     aborted = threading.Event()
-    ranks = Ranks(0, 2, [os.getpid(), 2**22 + 1])  # no such process
-    ranks._within = SimpleNamespace(abort=aborted.set)
+    group = SimpleNamespace(abort=aborted.set)
+    ranks = Ranks(0, 2, [os.getpid(), 2**22 + 1], within=group)  # no such process
     with pytest.raises(RankLost, match=r"rank 1 .* has ended"), ranks.watched(torch.device("cuda")):
         aborted.wait(20)  # as a collective that waits for the rank
     assert aborted.is_set()
@@ -618,8 +618,8 @@ def test_a_step_on_gpus_ends_the_process_if_another_rank_is_stopped_or_hangs(
         statuses.append(status)
         ended.set()
 
-    monkeypatch.setattr("megatrain.runtime.ranks.os._exit", end)
-    monkeypatch.setattr("megatrain.runtime.ranks._LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("megatrain.runtime.ranks.ranks.os._exit", end)
+    monkeypatch.setattr("megatrain.runtime.ranks.ranks._LOOK_EVERY_S", 0.01)
     boards = [Board(), Board()]
     boards[0].begin("exchange", "GW1f.m0")
     boards[1].begin("compute", "F1.m0")
@@ -644,8 +644,8 @@ def test_a_step_on_gpus_waits_for_a_rank_that_is_late_but_works(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ended = list[RankLost]()
-    monkeypatch.setattr("megatrain.runtime.ranks._LOOK_EVERY_S", 0.01)
-    monkeypatch.setattr("megatrain.runtime.ranks._end_process", ended.append)
+    monkeypatch.setattr("megatrain.runtime.ranks.ranks._LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("megatrain.runtime.ranks.ranks._end_process", ended.append)
     boards = [Board(), Board()]
     boards[0].begin("exchange", "GW9f.m0")
     ranks = Ranks(0, 2, [os.getpid(), os.getpid()], boards, timeout_s=0.3)
@@ -665,9 +665,9 @@ def test_a_rank_may_compile_for_longer_than_the_time_limit(
 ) -> None:
     """A rank that is stopped does not compile."""
     over, ended = threading.Event(), list[RankLost]()
-    monkeypatch.setattr("megatrain.runtime.ranks._LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("megatrain.runtime.ranks.ranks._LOOK_EVERY_S", 0.01)
     monkeypatch.setattr(
-        "megatrain.runtime.ranks._end_process", lambda lost: (ended.append(lost), over.set())
+        "megatrain.runtime.ranks.ranks._end_process", lambda lost: (ended.append(lost), over.set())
     )
     boards = [Board(), Board()]
     boards[0].begin("exchange", "GW1f.m0")
@@ -681,7 +681,7 @@ def test_a_rank_may_compile_for_longer_than_the_time_limit(
                 over.wait(20 if state == "is stopped" else 1.5)
             assert bool(ended) == (state == "is stopped")
             if state == "hangs":
-                monkeypatch.setattr("megatrain.runtime.ranks.NEW_TIMEOUT_S", 0.5)
+                monkeypatch.setattr("megatrain.runtime.ranks.ranks.NEW_TIMEOUT_S", 0.5)
                 with ranks.watched(torch.device("cuda"), new=True):
                     assert over.wait(20), "longer, but not for ever"
         finally:
@@ -691,7 +691,7 @@ def test_a_rank_may_compile_for_longer_than_the_time_limit(
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="counts open files on Linux")
 def test_the_file_that_ranks_share_is_closed_at_once_and_removed_at_the_end() -> None:
     before = len(list(Path("/proc/self/fd").iterdir()))
-    with ranks._shared_file() as file:
+    with joining._shared_file() as file:
         assert file.is_file()
         assert len(list(Path("/proc/self/fd").iterdir())) == before
     assert not file.exists()

@@ -36,9 +36,9 @@ import torch
 from megatrain.experiments.cli import main as cli
 from megatrain.experiments.ranks import main
 from megatrain.experiments.run_report import pictures
-from megatrain.runtime import ranks
 from megatrain.runtime.calibration import contention, several_gpus
 from megatrain.runtime.layers.functional_layers import FunctionalLayers
+from megatrain.runtime.ranks import Ranks, joining
 from megatrain.runtime.training import shared_folder, trainer
 
 VERBS = ("train", "calibrate")
@@ -52,7 +52,7 @@ def _rank(rank: int, request: dict[str, Any]) -> int:
     if "folders" in request:
         os.chdir(request["folders"][rank])
     shared_folder._WAIT_S = request.get("appears_within_s", shared_folder._WAIT_S)
-    ranks.TIMEOUT_S = request.get("timeout_s", ranks.TIMEOUT_S)
+    joining.TIMEOUT_S = request.get("timeout_s", joining.TIMEOUT_S)
     if "window_s" in request:
         contention._WINDOW_SECONDS = several_gpus._BESIDE_SECONDS = request["window_s"]
     if "file_bytes" in request and rank == count - 1:
@@ -67,14 +67,14 @@ def _rank(rank: int, request: dict[str, Any]) -> int:
 
         FunctionalLayers.embed = sleep  # type: ignore[method-assign]
     if "stops_at" in request and rank == count - 1:
-        collectives, total = itertools.count(1), ranks.Ranks.total
+        collectives, total = itertools.count(1), Ranks.total
 
         def stop(*given: Any) -> Any:
             if next(collectives) == request["stops_at"]:
                 os.kill(os.getpid(), signal.SIGSTOP)
             return total(*given)
 
-        ranks.Ranks.total = stop  # type: ignore[method-assign]
+        Ranks.total = stop  # type: ignore[method-assign]
     if "interrupted_at" in request:
         looks = itertools.count(1)
         trainer.Trainer._interrupted = (  # type: ignore[method-assign]

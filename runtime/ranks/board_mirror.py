@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 import torch.distributed as dist
 
-from megatrain.runtime.rank_board import Board
+from megatrain.runtime.ranks.rank_board import Board
 
 _EVERY_S = 1.0
 """Seconds between two copies."""

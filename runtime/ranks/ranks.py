@@ -1,12 +1,5 @@
-"""Ranks: the processes that train together on several GPUs, one for each GPU.
-
-`torchrun` starts them, on one host or on several. They communicate through `torch.distributed`:
-with gloo on the CPU and with NCCL between GPUs.
-
-In a step, an op waits at most `TIMEOUT_S` seconds for other ranks, and on GPUs up to
-`NEW_TIMEOUT_S` seconds in the first steps. Between steps, only rank 0 reads
-and writes the run's files. The other ranks wait for its messages as long as its process runs. Every
-wait ends early when a rank has ended or has reported why it stops.
+"""Ranks: what the ranks of a plan exchange, in a step and between steps, and how they notice that
+one is lost.
 
 A rank sees the processes of its own host. It knows the ranks of other hosts by the copies of their
 boards (`board_mirror.py`).
@@ -16,29 +9,23 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import hashlib
 import os
 import platform
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
 
-from megatrain.runtime.board_mirror import BoardMirror
-from megatrain.runtime.host import torchrun_variable
-from megatrain.runtime.rank_board import Board
+from megatrain.runtime.ranks.board_mirror import BoardMirror
+from megatrain.runtime.ranks.rank_board import Board
 from megatrain.simulator.base.errors import RunError, UserError
-from megatrain.simulator.schedule.plan import Plan
 
-T = TypeVar("T")
 TIMEOUT_S = 50.0
 """Seconds after which a collective fails if not all ranks have reached it."""
 NEW_TIMEOUT_S = 600.0
@@ -53,16 +40,6 @@ _SILENT_S = 4.0
 _LOOK_EVERY_S = 0.5
 """Seconds between two checks of the other ranks' processes while this rank waits."""
 _LONGEST_PAUSE_S = 0.005
-_BETWEEN_TIMEOUT = timedelta(days=30)
-"""Time limit of a collective between steps. Rank 0 may be writing a large model meanwhile."""
-_NCCL_TIMEOUT = timedelta(hours=2)
-"""Time limit of NCCL for a collective of a step. NCCL counts from the time when the collective is
-enqueued, which can be a whole step before it runs.
-"""
-_TRAIN = "-m megatrain train ..."
-_CALIBRATE = "-m megatrain calibrate --several HARDWARE --out NEW"
-_LONGEST = 300
-"""The most characters of a setting in an error message."""
 
 
 _all_gather: Callable[..., object] = (
@@ -72,23 +49,6 @@ _all_gather: Callable[..., object] = (
 
 class RankLost(RunError):
     """Another rank has ended or does not answer. The text names the rank, the op and the lane."""
-
-
-class WithoutPlan(NamedTuple):
-    """The ranks of one host that do not execute a plan, such as those that measure the GPUs."""
-
-    gpus: int
-    """Number of ranks, one for each GPU."""
-
-    @property
-    def hosts(self) -> int:
-        """The number of hosts, which is 1."""
-        return 1
-
-    @property
-    def gpus_per_host(self) -> int:
-        """The number of ranks of the host."""
-        return self.gpus
 
 
 class Ranks:
@@ -102,6 +62,10 @@ class Ranks:
         boards: list[Board] | None = None,
         timeout_s: float = TIMEOUT_S,
         nodes: list[str] | None = None,
+        *,
+        within: Any = None,
+        between: Any = None,
+        mirror: BoardMirror | None = None,
     ) -> None:
         """Use `joined` instead.
 
@@ -114,6 +78,11 @@ class Ranks:
             timeout_s: Seconds after which a stopped process counts as lost.
             nodes: The name of each host. Each has the same number of ranks. None
                 means one host.
+            within: The group of the collectives in steps, or None for the default
+                group.
+            between: The group of the collectives between steps, or None for the
+                default group.
+            mirror: The copies of the boards of other hosts. None with one host.
         """
         self.rank, self.count, self._processes = rank, count, processes
         self._boards = boards or [Board() for _ in range(count)]
@@ -121,12 +90,7 @@ class Ranks:
         self._nodes = nodes or [platform.node()]
         self.hosts = len(self._nodes)
         self._per_host = count // self.hosts
-        self._mirror: BoardMirror | None = None
-        """The copies of the boards of other hosts. None with one host."""
-        self._within: Any = None
-        """The group of the collectives in steps, or None for the default group."""
-        self._between: Any = None
-        """The group of the collectives between steps, or None for the default group."""
+        self._within, self._between, self._mirror = within, between, mirror
 
     @property
     def leads(self) -> bool:
@@ -468,241 +432,3 @@ def _state(process: int) -> str:
     except (OSError, IndexError):
         return _ENDED
     return {"Z": _ENDED, "X": _ENDED, "T": "is stopped", "t": "is stopped"}.get(letter, "")
-
-
-def started_ranks() -> int:
-    """Returns the number of ranks that torchrun started, from the environment variable
-    `WORLD_SIZE`, or 1 if it is not set. Raises UserError if it is not a positive number.
-    """
-    return torchrun_variable("WORLD_SIZE", default=1, least=1)
-
-
-def _start(plan: Plan | WithoutPlan) -> str:
-    """Returns the command that starts the ranks of `plan`. With several hosts, it is the command
-    for each of them.
-    """
-    return f"{launcher(plan)} {_TRAIN if isinstance(plan, Plan) else _CALIBRATE}"
-
-
-def launcher(plan: Plan | WithoutPlan) -> str:
-    """Returns the command with `torchrun` that starts a program for each rank of `plan` on a host,
-    without the program.
-    """
-    if plan.hosts == 1:
-        return f"torchrun --standalone --nproc-per-node {plan.gpus}"
-    return (
-        f"torchrun --nnodes {plan.hosts} --nproc-per-node {plan.gpus_per_host} --rdzv-backend c10d"
-        " --rdzv-endpoint HOST:PORT"
-    )
-
-
-def check_started(plan: Plan | WithoutPlan) -> None:
-    """Raises UserError if the number of ranks that torchrun started is not the number of GPUs of
-    `plan`, in all or on this host.
-    """
-    started = started_ranks()
-    if started != plan.gpus:
-        raise UserError(
-            "ranks",
-            found=f"{started} (WORLD_SIZE)" if "WORLD_SIZE" in os.environ else started,
-            allowed=f"{plan.gpus}, the GPUs of the plan",
-            fix=f"start the command with `{_start(plan)}`"
-            if plan.gpus > 1
-            else "start the command without torchrun, and unset WORLD_SIZE",
-        )
-    here = torchrun_variable("LOCAL_WORLD_SIZE", default=plan.gpus_per_host, least=1)
-    if here != plan.gpus_per_host:
-        what, more = "--several measures the GPUs of", ""
-        if isinstance(plan, Plan):
-            what = "the plan is for"
-            more = " on each host" if plan.hosts > 1 else ", or set hosts in the plan"
-        raise UserError(
-            "ranks of this host",
-            found=f"{here} (LOCAL_WORLD_SIZE)",
-            allowed=f"{plan.gpus_per_host}, the GPUs of the plan divided by its {plan.hosts} hosts"
-            if plan.hosts > 1
-            else f"{plan.gpus}, because {what} one host",
-            fix=f"start the command with `{_start(plan)}`{more}",
-        )
-
-
-def identity(plan: Plan | WithoutPlan, *more: object) -> dict[str, str]:
-    """Returns what must be the same on all ranks, as text by name: a digest of the fields of `plan`
-    that decide what a step computes, the version of PyTorch, and `more`.
-
-    The entries of a mapping in `more`, and the fields of a struct and of its structs, have names of
-    their own. A digest stands for a text of more than `_LONGEST` characters.
-    """
-    blank = (
-        msgspec.structs.replace(plan, hardware="", source="", prediction=None)
-        if isinstance(plan, Plan)
-        else plan
-    )
-    named = {
-        "plan": _digest(msgspec.json.encode(blank)),
-        "version of PyTorch": str(torch.__version__),
-    }
-    for place, value in enumerate(more, 1):
-        if isinstance(value, msgspec.Struct):
-            named |= _fields(value)
-        elif isinstance(value, Mapping):
-            named |= {str(name): repr(entry) for name, entry in value.items()}
-        else:
-            named[f"setting {place}"] = repr(value)
-    return {
-        name: text if len(text) <= _LONGEST else _digest(text.encode())
-        for name, text in named.items()
-    }
-
-
-def _digest(text: bytes) -> str:
-    """Returns 16 hexadecimal digits of the SHA-256 of `text`."""
-    return hashlib.sha256(text).hexdigest()[:16]
-
-
-def _fields(value: msgspec.Struct, prefix: str = "") -> dict[str, str]:
-    """Returns the fields of a struct, and of the structs in it, as text by their dotted names."""
-    named = dict[str, str]()
-    for name in value.__struct_fields__:
-        field = getattr(value, name)
-        if isinstance(field, msgspec.Struct):
-            named |= _fields(field, f"{prefix}{name}.")
-        else:
-            named[f"{prefix}{name}"] = repr(field)
-    return named
-
-
-@contextlib.contextmanager
-def joined(
-    plan: Plan | WithoutPlan, device: torch.device, *more: object, timeout_s: float | None = None
-) -> Iterator[Ranks | None]:
-    """Joins the ranks of `plan` for the duration of the block. Yields None if the plan is for one
-    GPU.
-
-    If the block raises an error, the other ranks are notified, and their next collective fails.
-
-    Args:
-        plan: The plan, which must be the same on all ranks, or the number of ranks.
-        device: The device with the tensors of collectives: the CPU or this rank's GPU.
-        *more: Other values that must be the same on all ranks, such as settings and seed.
-        timeout_s: Seconds that a rank waits for the others at the start and in a collective of a
-            step. None means `TIMEOUT_S`.
-
-    Raises:
-        UserError: The number of ranks is not the plan's number of GPUs, the ranks do not connect
-            within `timeout_s`, or `plan` or `more` differs between ranks.
-    """
-    check_started(plan)
-    if plan.gpus == 1:
-        yield None
-        return
-    timeout_s = TIMEOUT_S if timeout_s is None else timeout_s
-    with _shared_file() as file:
-        own = Board.make(file)
-        try:
-            dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
-            peers: list[Any] = [None] * plan.gpus
-            dist.all_gather_object(peers, (os.getpid(), str(file), platform.node()))
-            processes, files, nodes = map(list, zip(*peers, strict=True))
-            ranks = Ranks(
-                dist.get_rank(),
-                plan.gpus,
-                processes,
-                _opened(plan, own, files),
-                timeout_s,
-                nodes[:: plan.gpus_per_host],
-            )
-            ranks._mirror = _mirror(ranks, files[0], timeout_s)
-            between = dist.new_group(backend="gloo", timeout=_BETWEEN_TIMEOUT)
-            within = (
-                dist.new_group(backend="nccl", timeout=_NCCL_TIMEOUT)
-                if device.type == "cuda"
-                else None
-            )
-        except (RuntimeError, ValueError, OSError) as error:
-            if dist.is_initialized():
-                dist.destroy_process_group()
-            raise UserError(
-                "ranks",
-                found=f"fewer than {plan.gpus} connected ranks"
-                f"{' on this host' if plan.hosts == 1 else ''} ({str(error).splitlines()[0]})",
-                allowed=f"{plan.gpus}, connected within {timeout_s:g} s",
-                fix=f"start all ranks with `{_start(plan)}`",
-            ) from error
-        ranks._within, ranks._between = within, between
-        try:
-            ranks.meet()
-            # every rank has opened it, and now a rank that is killed leaves no file
-            file.unlink()
-            if ranks._mirror is not None:
-                ranks._mirror.start()
-            ranks.agree(identity(plan, *more))
-            yield ranks
-        except BaseException as error:
-            ranks.stopping(error)
-            raise
-        finally:
-            if ranks._mirror is not None:
-                ranks._mirror.stop()
-            dist.destroy_process_group()
-
-
-def _mirror(ranks: Ranks, name: str, timeout_s: float) -> BoardMirror | None:
-    """Returns the copies of the boards of other hosts, or None with one host.
-
-    They are under `name` in the store that torchrun or rank 0 serves. Raises RuntimeError if the
-    store cannot be reached.
-    """
-    if ranks.hosts == 1:
-        return None
-    # a connection of its own, because a thread that waits for the store blocks a connection
-    store = dist.TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=False,
-        timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-    )
-    own = ranks.host_of(ranks.rank)
-    others = {rank: board for rank, board in enumerate(ranks._boards) if ranks.host_of(rank) != own}
-    return BoardMirror(dist.PrefixStore(name, store), ranks.rank, ranks.board, others)
-
-
-def _opened(plan: Plan | WithoutPlan, own: Board, files: list[str]) -> list[Board]:
-    """Returns the board of each rank: of this rank, of the ranks of this host, which are in the
-    `files`, and empty boards for the ranks of other hosts. Raises OSError if a rank of this host is
-    on another one.
-    """
-    this = dist.get_rank()
-    first = this - this % plan.gpus_per_host
-    here = range(first, first + plan.gpus_per_host)
-    return [
-        own if rank == this else Board.open(Path(file)) if rank in here else Board()
-        for rank, file in enumerate(files)
-    ]
-
-
-@contextlib.contextmanager
-def _shared_file() -> Iterator[Path]:
-    """Yields a new file, in memory if the host has /dev/shm. Removes it at the end."""
-    handle, name = tempfile.mkstemp(
-        prefix="megatrain-rank-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    )
-    os.close(handle)
-    path = Path(name)
-    try:
-        yield path
-    finally:
-        path.unlink(missing_ok=True)
-
-
-def refuse_without_ranks(plan: Plan, ranks: Ranks | None) -> None:
-    """Raises UserError if the number of `ranks` is not the plan's number of GPUs."""
-    if plan.gpus != (1 if ranks is None else ranks.count):
-        raise UserError(
-            "plan: gpus",
-            found=plan.gpus,
-            allowed="1 in a single process",
-            fix=f"start the ranks with `{_start(plan)}`, or plan for one GPU; from Python, pass"
-            " `ranks`, which `joined` of megatrain.runtime.ranks yields",
-        )
