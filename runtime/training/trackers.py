@@ -88,15 +88,19 @@ class TensorBoard(_Metrics):
         refuse_missing(Logging(tensorboard=True))
         self._folder = folder
         self._writer: Any = None
+        self._purge_step: int | None = None
 
     def on_start(self, trainer: TrainingRun) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(
-            str(self._folder), purge_step=trainer.first_step if trainer.first_step > 1 else None
-        )
+        self._writer = None
+        self._purge_step = trainer.first_step if trainer.first_step > 1 else None
 
     def write(self, values: Mapping[str, float], number: int) -> None:
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter  # slow
+
+            # Not in `on_start`: this hides the steps that are repeated, also if the resume fails
+            # before it repeats one.
+            self._writer = SummaryWriter(str(self._folder), purge_step=self._purge_step)
         for name, value in values.items():
             self._writer.add_scalar(name, value, number)
 

@@ -234,6 +234,30 @@ def test_without_a_run_folder_there_are_no_tensorboard_files(
     )
 
 
+def test_a_resume_that_fails_at_its_start_hides_nothing_in_tensorboard(
+    tmp_path: Path, trainer: Any
+) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    ((board,), _), steps = trackers(Logging(tensorboard=True), tmp_path), [1, 2, 3, 4]
+
+    def shown() -> list[int]:
+        events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+        return [scalar.step for scalar in events.Reload().Scalars("train/loss")]
+
+    board.on_start(trainer)
+    for number in steps:
+        board.on_step(trainer, dataclasses.replace(STEP, number=number))
+    board.on_end(trainer, None)
+    trainer.first_step = 3
+    board.on_start(trainer)
+    board.on_end(trainer, ValueError("another callback"))
+    assert shown() == steps
+    board.on_start(trainer)
+    board.on_step(trainer, dataclasses.replace(STEP, number=3))
+    board.on_end(trainer, None)
+    assert shown() == [1, 2, 3], "a step that is repeated replaces the later ones"
+
+
 def test_tensorboard_files_hold_every_number(tmp_path: Path, trainer: Any) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     (board,), notes = trackers(Logging(tensorboard=True), tmp_path)
