@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 _LONGEST = 100
+_NO_OTHERS: Mapping[str, str] = MappingProxyType({})
+SIMILAR = 0.6
+"""The share of two names that is equal if their spelling is similar: the default of difflib."""
 _VENDORS = "nvidia|geforce|rtx|quadro|tesla|amd|radeon|instinct|apple|meta"
 _VENDOR = re.compile(rf"^(?:(?:{_VENDORS})(?=[-\d])-?)+")
 _VARIANT = re.compile(r"(?:-(?:instruct|chat|base|it|pt|hf))+$")
@@ -50,8 +54,9 @@ def is_path(text: str) -> bool:
     return text.startswith((".", "/", "~")) or os.path.exists(text) or os.path.isdir(first)
 
 
-def meant(name: str, known: Iterable[str]) -> str | None:
+def meant(name: str, known: Iterable[str], others: Mapping[str, str] = _NO_OTHERS) -> str | None:
     """Returns the name in `known` that `name` means, or None if there is none or more than one.
+    `others` has further names of the entries: name -> name in `known`.
 
     Case, hyphens, underscores, dots, blanks, the organization before a slash, the vendor before the
     name, a variant after it (`-instruct`, `-chat`, `-base`, `-it`), and the unit of a size are
@@ -63,32 +68,42 @@ def meant(name: str, known: Iterable[str]) -> str | None:
     >>> meant("4090", ["rtx4090"]), meant("qwen2-57b", ["qwen2.5-7b"])
     ('rtx4090', None)
     """
-    names = list(known)
-    if name in names:
-        return name
+    entries = {**others, **{each: each for each in known}}
+    if name in entries:
+        return entries[name]
     wanted = _key(name)
-    matches = []
-    for candidate in names:
+    matches = set()
+    for candidate, entry in entries.items():
         key = _key(candidate)
         if key.letters == wanted.letters and key.hyphens <= wanted.separators <= key.separators:
-            matches.append(candidate)
-    return matches[0] if len(matches) == 1 else None
+            matches.add(entry)
+    return matches.pop() if len(matches) == 1 else None
 
 
-def alike(name: str, known: Iterable[str], most: int = 3) -> list[str]:
-    """Returns up to `most` of the `known` names that resemble `name`.
+def alike(
+    name: str,
+    known: Iterable[str],
+    most: int = 3,
+    others: Mapping[str, str] = _NO_OTHERS,
+    similar_share: float = SIMILAR,
+) -> list[str]:
+    """Returns up to `most` of the `known` names that resemble `name`, or whose further name in
+    `others` does (see `meant`).
 
     A name resembles `name` if one of the two begins with the other. If there is no such name, it
     resembles `name` if one contains the other. If there is none either, the names with the most
-    similar spelling are returned, most similar first. Letters and digits are compared.
+    similar spelling are returned, most similar first. Letters and digits are compared. Spellings
+    are similar if at least `similar_share` of both names is equal. `gb10` has 0.67 in common with
+    `gb200`.
 
     >>> alike("h100", ["h100-sxm", "h200", "h100-pcie", "l40s"])
     ['h100-pcie', 'h100-sxm']
     """
     import difflib  # takes 9 ms, and only errors need it
 
-    wanted = _key(name).letters
-    keys = {candidate: _key(candidate).letters for candidate in sorted(known)}
+    wanted, entries = _key(name).letters, {**others, **{each: each for each in known}}
+    names = sorted(entries, key=entries.__getitem__)
+    keys = {candidate: _key(candidate).letters for candidate in names}
     beginnings, parts = [], []
     for candidate, key in keys.items():
         shorter, longer = sorted((wanted, key), key=len)
@@ -96,18 +111,25 @@ def alike(name: str, known: Iterable[str], most: int = 3) -> list[str]:
             beginnings.append(candidate)
         elif len(shorter) > 3 and shorter in longer:
             parts.append(candidate)
-    close = difflib.get_close_matches(wanted, dict.fromkeys(keys.values()), most)
+    close = difflib.get_close_matches(wanted, dict.fromkeys(keys.values()), most, similar_share)
     similar = [candidate for key in close for candidate in keys if keys[candidate] == key]
-    return (beginnings or parts or similar)[:most]
+    return list(dict.fromkeys(entries[each] for each in beginnings or parts or similar))[:most]
 
 
-def suggestion(name: str, known: Iterable[str], otherwise: str) -> str:
-    """Returns the fix for an unknown `name`: up to three known names that resemble it, or
-    `otherwise` if none does.
+def suggestion(
+    name: str,
+    known: Iterable[str],
+    otherwise: str,
+    others: Mapping[str, str] = _NO_OTHERS,
+    similar_share: float = SIMILAR,
+) -> str:
+    """Returns the fix for an unknown `name`: up to three known names that resemble it (see
+    `alike`), or `otherwise` if none does.
 
     >>> suggestion("qwen2", ["qwen3", "llama"], "check the name")
     'did you mean qwen3?'
     """
-    *others, last = alike(name, known) or [""]
-    listed = f"{', '.join(others)} or {last}" if others else last
+    similar = alike(name, known, others=others, similar_share=similar_share)
+    *first, last = similar or [""]
+    listed = f"{', '.join(first)} or {last}" if first else last
     return f"did you mean {listed}?" if last else otherwise

@@ -53,6 +53,9 @@ ATTENTION_EFFICIENCY, ATTENTION_HALF_TOKENS = 0.337, 970
 measured 2026-11-21 (docs/lab_notes.md, "Flash attention")."""
 MOST_HALF_TOKENS = 2**20
 """The highest `AttentionRate.half_tokens` that a machine may have."""
+_SIMILAR = 0.7
+"""The `similar_share` of names of machines (`base/names.py`). With 0.6, names of other GPUs are
+similar, such as `rtx 6000 ada` and `a6000`."""
 _FP8_SHARE = 0.925
 """The share of the peak that fp8 products reach, divided by the share that bf16 products reach. On
 an H200, whose fp8 peak is twice its bf16 peak, fp8 products were 1.85 times as fast
@@ -528,20 +531,33 @@ def library() -> dict[str, Path]:
 def hardware_name(source: str) -> str:
     """Returns the name of the machine that `source` means (`base/names.py`), or the path of a file.
 
-    Raises UserError if there is no such file or name.
+    `source` may also be a name that the driver reports for the GPU of one machine. Raises UserError
+    if there is no such file or name.
     """
     if _is_file(source):
         return source
     known = known_names()
     if name := meant(source, known):
         return name
+    gpus = _gpu_names()
+    if name := meant(source, known, gpus):
+        return name
     raise UserError(
         f"hardware {source}",
         found="no such file or machine",
         allowed="a calibrated TOML file, or a name that `megatrain list hardware` prints, such as"
         " h200",
-        fix=suggestion(source, known, "check the path or the name"),
+        fix=suggestion(source, known, "check the path or the name", gpus, _SIMILAR),
     )
+
+
+def _gpu_names() -> dict[str, str]:
+    """Returns name that the driver reports for a GPU -> name of its machine, for the machines of
+    the library and those that other users measured.
+    """
+    machines = [read_toml(file, HardwareSpec) for file in library().values()]
+    machines += _only_measured().values()
+    return {gpu: machine.name for machine in machines for gpu in machine.gpu_names}
 
 
 def is_calibrated(file: Path) -> bool:

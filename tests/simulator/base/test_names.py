@@ -44,6 +44,11 @@ MACHINES = {
     "M3 Ultra": "apple-m3-ultra",
     "AMD Instinct MI300X": "mi300x",
     "dgx_spark": "dgx-spark",
+    "NVIDIA GB10": "dgx-spark",
+    "gb10": "dgx-spark",
+    "NVIDIA GH200 480GB": "gh200-96",
+    "NVIDIA H100 80GB HBM3": "h100-sxm",
+    "h100 80gb hbm3": "h100-sxm",
 }
 
 
@@ -69,6 +74,21 @@ def test_every_entry_is_found_by_any_spelling_of_its_name(library: dict[str, Pat
             assert meant(written, others) is None
 
 
+def test_every_name_of_a_gpu_finds_its_machine() -> None:
+    """In any case, and without the vendor."""
+    for name in machine.library():
+        for gpu in HardwareSpec.load(name).gpu_names:
+            for written in (gpu, gpu.lower(), gpu.removeprefix("NVIDIA ")):
+                assert machine.hardware_name(written) == name
+
+
+def test_a_name_of_two_entries_means_neither() -> None:
+    others = {"NVIDIA GPU-1": "a", "GPU 1": "a", "gpu_2": "a", "gpu 2": "b"}
+    assert meant("gpu1", ["a", "b"], others) == "a"
+    assert meant("gpu2", ["a", "b"], others) is None
+    assert alike("gpu2", ["a", "b"], others=others) == ["a", "b"]
+
+
 @pytest.mark.parametrize("written", ["qwen2-57b", "qwen2.5-1.45b", "qwen257b"])
 def test_digits_that_are_grouped_differently_name_another_model(written: str) -> None:
     assert meant(written, specs.library()) is None
@@ -81,6 +101,9 @@ def test_digits_that_are_grouped_differently_name_another_model(written: str) ->
         ("A100", "did you mean a100-40, a100-80-pcie or a100-80-sxm?"),
         ("rtx4091", "did you mean rtx4090?"),
         ("4090 laptop", "did you mean rtx4090?"),
+        ("NVIDIA GH200", "did you mean gh200-144 or gh200-96?"),
+        ("rtx pro 6000 blackwell", "did you mean rtx-pro-6000?"),
+        ("rtx 6000 ada", "check the path or the name"),
         ("abacus", "check the path or the name"),
     ],
 )
