@@ -38,6 +38,8 @@ _SHAREGPT_ROLES = {
 _CALL = "function_call"
 """In sharegpt, the role of a turn whose value is a tool call as JSON. In OpenAI's older format, the
 key of a message's only tool call."""
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Keys under which a message can have its reasoning."""
 _LOSS_KEYS = ("weight", "train", "training")
 """Keys of a message that state whether it has loss: 0 or 1 in OpenAI's format, true or false in
 Axolotl's."""
@@ -220,19 +222,21 @@ def _conversation(
     """Returns the conversation of `turns`, the messages of `row` with their loss keys.
 
     The first `prompt` of them are the prompt. Raises Unusable if no assistant message after them
-    has loss.
+    has loss, or if all that have are empty.
     """
     silent = frozenset(
         number for number, message in enumerate(turns) if not _may_have_loss(message, number)
     )
-    if not any(
-        message["role"] == "assistant" and number not in silent
+    learned = [
+        message
         for number, message in enumerate(turns)
-        if number >= prompt
-    ):
-        raise Unusable(
-            f"no assistant turn{' with loss' if silent else ''} in `{layout.needed[-1]}`"
-        )
+        if message["role"] == "assistant" and number not in silent and number >= prompt
+    ]
+    with_loss = " with loss" if silent else ""
+    if not learned:
+        raise Unusable(f"no assistant turn{with_loss} in `{layout.needed[-1]}`")
+    if all(map(is_empty, learned)):
+        raise Unusable(f"every assistant turn{with_loss} in `{layout.needed[-1]}` is empty")
     messages = [
         {key: value for key, value in message.items() if key not in _LOSS_KEYS} for message in turns
     ]
@@ -249,6 +253,14 @@ def _conversation(
         silent=silent,
         tools=tools or None,
         arguments=arguments or {},
+    )
+
+
+def is_empty(message: dict[str, Any]) -> bool:
+    """Returns whether a message has no text, no reasoning and no tool call. Blanks are no text."""
+    texts = [message.get(key) for key in ("content", *THOUGHTS)]
+    return not message.get("tool_calls") and not any(
+        text.strip() if isinstance(text, str) else text for text in texts
     )
 
 
@@ -293,7 +305,7 @@ def _optional(row: dict[str, Any], name: str, kind: type) -> Any:
 
 
 def _pair(prompt: str, completion: str, name: str) -> Pair:
-    if not completion:
+    if not completion.strip():
         raise Unusable(f"`{name}` is empty")
     return Pair(prompt, completion)
 

@@ -12,13 +12,11 @@ import msgspec
 from megatrain.runtime.data.chat import tool_calls
 from megatrain.runtime.data.chat.marked_template import Captured, MarkedTemplate, marked_template
 from megatrain.runtime.data.chat.marks import MARK, Rendering, numbered, unmarked, written_loops
-from megatrain.runtime.data.columns import Conversation
+from megatrain.runtime.data.columns import THOUGHTS, Conversation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""Keys under which a message can have its reasoning."""
 UNSHOWN = (
     "the chat template does not show which text belongs to which message; {% generation %} in it"
     " would mark the text that the model generates"

@@ -24,9 +24,9 @@ import msgspec
 import numpy as np
 
 from megatrain.runtime.data.chat import tool_calls
-from megatrain.runtime.data.chat.chat_template import THOUGHTS, UNSHOWN, ChatTemplate, Undetermined
+from megatrain.runtime.data.chat.chat_template import UNSHOWN, ChatTemplate, Undetermined
 from megatrain.runtime.data.chat.marks import Rendering, TextSpan
-from megatrain.runtime.data.columns import ROLES, Conversation
+from megatrain.runtime.data.columns import ROLES, THOUGHTS, Conversation, is_empty
 from megatrain.runtime.data.documents import TARGET
 from megatrain.runtime.data.long_text import LongText, Piece
 from megatrain.runtime.data.options import Loss
@@ -102,7 +102,7 @@ class Chat:
             "|".join(re.escape(token) for token in self._special if token != tokenizer.bos_token)
             or r"(?!)"
         )
-        self._without_tools = self._without_thought = self._with_stop = 0
+        self._without_tools = self._without_thought = self._with_stop = self._empty = 0
         self._without_text = Counter[str]()
         """Role -> number of conversations of which the template leaves out a message of the role.
         """
@@ -136,6 +136,11 @@ class Chat:
     def remarks(self) -> list[str]:
         """Returns remarks for the user on the conversations that were encoded so far."""
         lines = []
+        if self._empty:
+            lines.append(
+                f"{counted(self._empty, 'assistant turn')} {'is' if self._empty == 1 else 'are'}"
+                " empty"
+            )
         if self._with_stop:
             lines.append(
                 "the template has no token that ends a turn, so"
@@ -469,9 +474,14 @@ class Chat:
         return stop.group() if stop else ""
 
     def _count_omissions(self, conversation: Conversation, text: str) -> None:
-        """Counts conversations whose rendered `text` lacks messages, tools or reasoning, for
-        `remarks`.
+        """Counts conversations whose rendered `text` lacks messages, tools or reasoning, and turns
+        with loss that are empty, for `remarks`.
         """
+        self._empty += sum(
+            message["role"] == "assistant" and is_empty(message)
+            for number, message in enumerate(conversation.messages)
+            if number >= conversation.prompt and number not in conversation.silent
+        )
         self._without_text.update(self._unwritten_roles(conversation, text))
         names = [str(tool_calls.function(tool).get("name")) for tool in conversation.tools or ()]
         self._without_tools += bool(names) and not any(name in text for name in names)

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 Note = Callable[[str], None]
 """A function that receives lines for the user."""
-_FORMAT = 6
+_FORMAT = 7
 """Version of the tokenization. It is part of the cache's key."""
 _INSPECTED = 100
 """Number of rows from which the layout is recognized."""

@@ -522,6 +522,18 @@ def remarks_on(folder: Path, template: str, *conversations: Conversation) -> lis
     return chat.remarks()
 
 
+def test_a_remark_counts_the_empty_turns_with_loss(tokenizer_folder: Folder) -> None:
+    messages = [user("a"), answer(""), user("b"), answer("c")]
+    one, prompt, silent = (
+        Conversation(messages=messages, **others)
+        for others in ({}, {"prompt": 2}, {"silent": frozenset({1})})
+    )
+    folder = tokenizer_folder()
+    assert remarks_on(folder, "plain", prompt, silent) == []
+    assert remarks_on(folder, "plain", prompt, one) == ["1 assistant turn is empty"]
+    assert remarks_on(folder, "plain", one, one) == ["2 assistant turns are empty"]
+
+
 def unwritten(role: str, conversations: str) -> str:
     return f"the chat template does not write the {role} message of {conversations}"
 

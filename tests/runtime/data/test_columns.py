@@ -171,6 +171,52 @@ def test_a_row_that_cannot_be_used_says_why(row: dict[str, Any], reason: str) ->
     assert str(error.value).startswith(reason)
 
 
+EMPTY = {"role": "assistant", "content": ""}
+
+
+@pytest.mark.parametrize("text", ["", " \n"])
+def test_a_row_that_teaches_to_answer_nothing_is_refused_in_every_layout(text: str) -> None:
+    rows: list[tuple[dict[str, Any], str]] = [
+        (
+            {"messages": [CHAT[0], {**EMPTY, "content": text, "tool_calls": []}]},
+            "every assistant turn in `messages` is empty",
+        ),
+        (
+            {"messages": [*CHAT[:1], {**EMPTY, "content": [text]}, *CHAT[:1], EMPTY]},
+            "every assistant turn in `messages` is empty",
+        ),
+        (
+            {"messages": [CHAT[0], {**CHAT[1], "weight": 0}, CHAT[0], {**EMPTY, "thinking": text}]},
+            "every assistant turn with loss in `messages` is empty",
+        ),
+        (
+            {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": text}]},
+            "every assistant turn in `conversations` is empty",
+        ),
+        (
+            {"prompt": CHAT, "completion": [{**EMPTY, "content": text}]},
+            "every assistant turn in `completion` is empty",
+        ),
+        ({"prompt": "p", "completion": text}, "`completion` is empty"),
+        ({"instruction": "i", "output": text}, "`output` is empty"),
+    ]
+    for row, reason in rows:
+        with pytest.raises(Unusable) as error:
+            extract(row, layout(row))
+        assert str(error.value) == reason
+
+
+@pytest.mark.parametrize("others", [{"reasoning_content": "hm"}, {"tool_calls": CALLS}])
+def test_a_turn_with_reasoning_or_calls_alone_is_an_answer(others: dict[str, Any]) -> None:
+    messages = [CHAT[0], {**EMPTY, **others}]
+    assert extract({"messages": messages}, LAYOUTS[0]) == chat(*messages)
+
+
+def test_an_empty_turn_among_others_stays() -> None:
+    messages = [CHAT[0], EMPTY, *CHAT]
+    assert extract({"messages": messages}, LAYOUTS[0]) == chat(*messages)
+
+
 def test_a_row_without_a_column_of_its_layout_gives_the_reason() -> None:
     with pytest.raises(Unusable, match="no `completion`"):
         extract(
