@@ -31,7 +31,7 @@ def alternatives(
     """Returns at most one machine that the model of `plan` fits, and at most one smaller model that
     fits `hardware`.
 
-    Both are tried with the workload of `plan`, and the model with its memory limits. With
+    Both are tried with the workload of `plan` and the memory limits that the user gave. With
     `machines` False, no machine is returned. With `choose_kernel`, the planner chooses the
     attention kernel for them again.
     """
@@ -72,25 +72,47 @@ def _another_machine(
         if machine.gpu_names and machine.device_bytes > hardware.device_bytes
     ]
     for machine in sorted(larger, key=lambda machine: (machine.device_bytes, machine.host_bytes)):
+        device, host = _limits_on(machine, plan, hardware)
         other = msgspec.structs.replace(
-            plan,
-            hardware=machine.name,
-            device_limit_bytes=machine.device_bytes,
-            host_limit_bytes=machine.host_bytes,
+            plan, hardware=machine.name, device_limit_bytes=device, host_limit_bytes=host
         )
         if not _fits(other, machine):
             continue
-        work = _workload(other, machine, choose_kernel)
-        best = best_estimate(plan.model, machine, work, policies=usual_policies(machine))
+        best = best_estimate(
+            plan.model,
+            machine,
+            _workload(other, machine, choose_kernel),
+            device_limit=device,
+            host_limit=host,
+            policies=usual_policies(machine),
+        )
         if best is None:
             return
         yield _suggestion(
             best,
             f"--hardware {machine.name}",
             {"hardware": machine.name},
-            f"{machine.title}, with {machine.host_bytes / 2**30:.0f} GiB of RAM for plans",
+            f"{machine.title}, with {host / 2**30:.0f} GiB of RAM for plans",
         )
         return
+
+
+def _limits_on(machine: HardwareSpec, plan: Plan, hardware: HardwareSpec) -> tuple[int, int]:
+    """Returns the limits of device and host memory, in bytes, if `plan` is made for `machine`
+    instead of `hardware`.
+
+    A limit of `plan` that is not the memory of `hardware` was given by the user, who gives it for
+    the other machine as well. Otherwise the limit is the memory of `machine`.
+    """
+    device, host = (
+        None if limit == memory else limit
+        for limit, memory in zip(
+            (plan.device_limit_bytes, plan.host_limit_bytes), hardware.memory_limits(), strict=True
+        )
+    )
+    if device is not None:
+        device = min(device, machine.device_bytes)
+    return machine.memory_limits(device, host)
 
 
 def _smaller_model(

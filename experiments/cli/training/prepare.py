@@ -581,11 +581,17 @@ def planned_time(seconds: float) -> str:
 
 
 def _does_not_fit(best: Choice, hardware: HardwareSpec) -> DoesNotFit:
-    """Returns the error for a model that no plan fits."""
+    """Returns the error for a model that no plan fits. Its fix is never another machine, because
+    `train` runs on this one.
+    """
+    import msgspec
+
     from megatrain.experiments.cli.verdict import text as verdict_text
     from megatrain.simulator.verdict.verdict import explain
 
     verdict = explain(best, hardware)
+    possible = tuple(entry for entry in verdict.advice if "hardware" not in entry.options)
+    verdict = msgspec.structs.replace(verdict, advice=possible)
     return DoesNotFit(
         f"model {best.plan.model.name}",
         found="no plan that fits; nothing was written",

@@ -23,6 +23,8 @@ from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.search import search
 from megatrain.simulator.schedule.plan import Plan
+from megatrain.simulator.verdict import verdict
+from megatrain.simulator.verdict.suggestion import Suggestion
 
 RESULTS = Path(__file__).parents[3] / "experiments" / "results"
 TRAIN = ("train", "tiny", "--data", "chat.jsonl", "--out", "run", "--device", "cpu")
@@ -205,6 +207,22 @@ def test_a_model_that_does_not_fit_gives_a_verdict_and_an_exit_status(command: A
     assert "; fix: --device-memory " in outcome.err
     assert outcome.err.count("\n") == 1
     assert not Path("run").exists()
+
+
+@pytest.mark.usefixtures("place")
+def test_another_machine_is_no_fix_for_a_training(
+    command: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    advice = (
+        Suggestion(change="--hardware rtx4090", options={"hardware": "rtx4090"}, fits=True),
+        Suggestion(change="--seq 8", options={"seq": "8"}, fits=True),
+    )
+    explain = verdict.explain
+    monkeypatch.setattr(
+        verdict, "explain", lambda *args: msgspec.structs.replace(explain(*args), advice=advice)
+    )
+    outcome = command(*TRAIN, *HARDWARE, "--device-memory", "1KiB")
+    assert "; fix: --seq 8 would fit" in outcome.err
 
 
 @pytest.mark.parametrize(

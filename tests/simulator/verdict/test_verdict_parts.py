@@ -19,7 +19,7 @@ from megatrain.simulator.model.op_work import attention_shape
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.assessment import Choice, RunnerUp, assess, memory_taken
-from megatrain.simulator.planner.search import _with_runner_up, rank
+from megatrain.simulator.planner.search import _with_runner_up, rank, search
 from megatrain.simulator.schedule.plan import Knobs, Plan
 from megatrain.simulator.verdict import alternatives as library
 from megatrain.simulator.verdict.advice import _formats_last, _note
@@ -387,14 +387,16 @@ def test_another_machine_has_the_least_memory_that_suffices(
     make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The suggested machine is a larger one of the library with a GPU, with its own limits."""
-    plan, small = make_plan("overlapped"), HardwareSpec.load("rtx3080-10gb")
+    small = HardwareSpec.load("rtx3080-10gb")
+    device, host = small.memory_limits()
+    plan = msgspec.structs.replace(
+        make_plan("overlapped"), device_limit_bytes=device, host_limit_bytes=host
+    )
     tried: list[HardwareSpec] = []
 
     def fits(moved: Plan, machine: HardwareSpec) -> bool:
-        assert (moved.device_limit_bytes, moved.host_limit_bytes) == (
-            machine.device_bytes,
-            machine.host_bytes,
-        )
+        limits = (moved.device_limit_bytes, moved.host_limit_bytes)
+        assert limits == machine.memory_limits()
         tried.append(machine)
         return len(tried) == 3
 
@@ -471,6 +473,59 @@ def test_a_kernel_that_was_chosen_is_chosen_again_for_another_machine(
     for again, attention in ((True, expected), (False, named)):
         assert list(library._another_machine(plan, small, again))
         assert tried.pop().attention == attention
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ((None, None), (None, None)),
+        ((2**30, None), (2**30, None)),
+        ((None, 2**40), (None, 2**40)),
+        ((None, 2**33), (None, 2**33)),
+        ((2**33, 2**33), (2**33, 2**33)),
+    ],
+)
+@pytest.mark.parametrize("machine", ["rtx4090", "dgx-spark"])
+def test_the_limits_of_the_user_are_those_of_another_machine(
+    make_plan: MakePlan,
+    monkeypatch: pytest.MonkeyPatch,
+    machine: str,
+    given: tuple[int | None, int | None],
+    expected: tuple[int | None, int | None],
+) -> None:
+    """The suggestion is what `--hardware` does beside the options that limit memory."""
+    tried, small = list[tuple[int | None, int | None]](), HardwareSpec.load("rtx3080-10gb")
+
+    def estimate(*_: Any, device_limit: int, host_limit: int, **__: Any) -> Choice:
+        tried.append((device_limit, host_limit))
+        return chosen(make_plan("overlapped"))
+
+    def fits(plan: Plan, _: HardwareSpec) -> bool:
+        tried.append((plan.device_limit_bytes, plan.host_limit_bytes))
+        return True
+
+    monkeypatch.setattr(library, "library", lambda: [machine])
+    monkeypatch.setattr(library, "_fits", fits)
+    monkeypatch.setattr(library, "best_estimate", estimate)
+    device, host = small.memory_limits(*given)
+    plan = msgspec.structs.replace(
+        make_plan("overlapped"), device_limit_bytes=device, host_limit_bytes=host
+    )
+    assert list(library._another_machine(plan, small))
+    assert tried == [HardwareSpec.load(machine).memory_limits(*expected)] * 2
+
+
+def test_another_machine_is_no_help_if_the_user_limits_device_memory() -> None:
+    small = HardwareSpec.load("rtx3080-10gb")
+    model = ModelSpec.load("qwen2.5-0.5b").with_layers(2)
+    work = Workload(batch=4, sequence=16_384, dtype="fp32", documents=False)
+    found = {}
+    for limit in (None, 2**30):
+        plan = search(
+            model, small, work, source="model", hardware_name=small.name, device_limit=limit
+        )[0].plan
+        found[limit] = [entry.change for entry in library._another_machine(plan, small)]
+    assert found == {None: ["--hardware rtx4090"], 2**30: []}
 
 
 def test_a_kernel_that_was_chosen_is_not_predicted_for_a_model_that_cannot_use_it(
