@@ -663,15 +663,20 @@ def machine_notes(hardware: HardwareSpec, model: ModelSpec) -> list[str]:
     from megatrain.runtime.host import WITHOUT_GPU
 
     found = [WITHOUT_GPU] if measured_without_gpu(hardware) else []
+    return [*found, *filter(None, [unmeasured_layers(hardware, model)])]
+
+
+def unmeasured_layers(hardware: HardwareSpec, model: ModelSpec) -> str:
+    """Returns a note that the machine was calibrated without the layers of `model`, or an empty
+    text if it was not calibrated, or with some of them.
+    """
     table = None if hardware.cost_model else hardware.costs
-    if table is not None and not any(
-        table.workloads_of(layer.signature) for layer in model.decoders
-    ):
-        found.append(
-            "the layers of this model were not measured on this machine; their times follow from"
-            " the machine's rates. `megatrain calibrate MODEL` measures them"
-        )
-    return found
+    if table is None or any(table.workloads_of(layer.signature) for layer in model.decoders):
+        return ""
+    return (
+        "the layers of this model were not measured on this machine; their times follow from the"
+        " machine's rates. `megatrain calibrate MODEL` measures them"
+    )
 
 
 def refuse_missing_gpu(args: argparse.Namespace) -> None:

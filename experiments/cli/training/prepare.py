@@ -496,7 +496,7 @@ def _with_attention_kernel(
 
 def _show(best: Choice, hardware: HardwareSpec, steps: int, *, kernel_chosen: bool = False) -> None:
     """Prints the verdict on a training of `steps` steps, which layers are not compiled, the
-    attention kernel if it was chosen, and whether times of some ops are extrapolated.
+    attention kernel if it was chosen, and whether layers or some ops were not measured.
     """
     from megatrain.experiments.cli.verdict import text as verdict_text
     from megatrain.experiments.cli.verdict.text import step_tokens
@@ -547,7 +547,9 @@ def _show(best: Choice, hardware: HardwareSpec, steps: int, *, kernel_chosen: bo
         print(f"note: {verdict.eager}", flush=True)
     if kernel := verdict_text.kernel(verdict):
         print(fitted(f"note: {kernel}"), flush=True)
-    if verdict.calibrated and verdict.extrapolated:
+    if note := options.unmeasured_layers(hardware, best.plan.model):
+        print(fitted(f"note: {note}"))
+    elif verdict.calibrated and verdict.extrapolated:
         print(fitted(f"note: {verdict_text.NOT_MEASURED}, so the step time is less certain"))
 
 

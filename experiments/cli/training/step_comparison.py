@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatrain.experiments.cli.file_arguments import hardware_of
+from megatrain.experiments.cli.options import unmeasured_layers
 from megatrain.experiments.files.peaks import memory_errors
 from megatrain.runtime.training.callback import Callback, Step
 from megatrain.runtime.training.run_folder import measured_memory
@@ -24,7 +25,6 @@ from megatrain.simulator.compare.error_report import ErrorReport
 from megatrain.simulator.compare.error_table import signed_percent
 from megatrain.simulator.costs import costs_of
 from megatrain.simulator.engine.discrete_event import simulate
-from megatrain.simulator.hardware.machine import is_calibrated
 from megatrain.simulator.planner.assessment import step_seconds
 from megatrain.simulator.policies import lower
 from megatrain.simulator.schedule import Schedule
@@ -80,11 +80,7 @@ class StepComparison(Callback):
             report = self._compare(trainer)
         except UserError:  # a missing or damaged hardware file must not stop the training
             return
-        advice = advice_on(
-            calibrated=is_calibrated(trainer.origin / trainer.plan.hardware),
-            recalibrates=self._recalibrates,
-            gpus=trainer.plan.gpus,
-        )
+        advice = _advice(trainer, recalibrates=self._recalibrates)
         for note in describe_difference(report, trainer.executor.schedule, advice=advice):
             trainer.note(note)
         if self._show is not None and report.steps is not None:
@@ -144,17 +140,31 @@ class RangeWatch(Callback):
         if max(longer, shorter) < OUTSIDE:
             return ""
         count, word = (longer, "longer") if longer >= OUTSIDE else (shorter, "shorter")
-        calibrated = is_calibrated(trainer.origin / trainer.plan.hardware)
-        advice = advice_on(
-            calibrated=calibrated, recalibrates=self._recalibrates, gpus=trainer.plan.gpus
-        )
-        if calibrated and not self._recalibrates:
-            advice = f"{_USUAL}; {advice}"
+        advice = _advice(trainer, recalibrates=self._recalibrates, usual=f"{_USUAL}; ")
         return (
             f"{count} of the last {WATCHED} steps were {word} than the predicted range of"
             f" {format_seconds(low)} to {format_seconds(high)} (median"
             f" {format_seconds(statistics.median(self._seconds))}): {advice}"
         )
+
+
+def _advice(trainer: TrainingRun, *, recalibrates: bool, usual: str = "") -> str:
+    """Returns why the steps of a training may differ from their prediction, as one line, and how to
+    get a better prediction.
+
+    It is that layers were not measured, or `advice_on`. On a calibrated machine, `usual` comes
+    before the latter, which names the usual reason itself if `recalibrates` is set.
+    """
+    plan = trainer.plan
+    try:
+        hardware = hardware_of(trainer.origin / "plan.toml", plan.hardware)
+    except UserError:  # the file was removed after the steps were predicted
+        hardware = None
+    if hardware is not None and (note := unmeasured_layers(hardware, plan.model)):
+        return note
+    calibrated = hardware is not None and hardware.costs is not None
+    advice = advice_on(calibrated=calibrated, recalibrates=recalibrates, gpus=plan.gpus)
+    return f"{usual}{advice}" if calibrated and not recalibrates else advice
 
 
 def predicted_seconds(plan: Plan, folder: Path) -> float:

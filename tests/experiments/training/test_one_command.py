@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from megatrain.experiments.cli import options
 from megatrain.experiments.cli.training import adaptation, prepare
 from megatrain.experiments.cli.training.row_choice import chosen_rows, chosen_sequence, described
 from megatrain.experiments.commands import train
@@ -138,6 +139,17 @@ def test_a_note_says_that_a_size_was_not_measured(
     prepare._show(msgspec.structs.replace(best, extrapolated=extrapolated), hardware, 3)
     note = "note: some operations were not measured in this size, so the step time is less certain"
     assert (note in " ".join(capsys.readouterr().out.split())) == bool(extrapolated)
+
+
+def test_a_note_says_that_the_layers_were_not_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    hardware = HardwareSpec.load(str(RESULTS / "h200-heldout" / "hardware.toml"))
+    model = ModelSpec.load("mistral-7b").with_layers(2)
+    best = search(model, hardware, Workload(batch=12, sequence=2048), policies=["resident"])[0]
+    prepare._show(best, hardware, 3)
+    (note,) = options.machine_notes(hardware, model)
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count(f"note: {note}") == 1
+    assert "in this size" not in said
 
 
 def test_a_machine_is_known_by_the_name_of_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

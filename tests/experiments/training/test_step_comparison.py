@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from megatrain.experiments.cli.training import step_comparison
 from megatrain.experiments.cli.training.step_comparison import (
     OUTSIDE,
     WATCHED,
@@ -28,6 +29,7 @@ from megatrain.simulator.compare.error_table import signed_percent
 from megatrain.simulator.costs import cost_model
 from megatrain.simulator.engine.discrete_event import simulate
 from megatrain.simulator.hardware.machine import HardwareSpec, library
+from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.policies import verified
 from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.schedule.timeline import Timeline
@@ -228,3 +230,32 @@ def test_on_a_measured_machine_the_usual_cause_is_named() -> None:
         cause = "other programs may be running now, or ran when this machine was measured"
         assert note.endswith(f": {cause}; {advice}"), note
         assert "\n" not in note
+
+
+@pytest.mark.parametrize("recalibrates", [False, True])
+def test_layers_that_were_not_measured_are_the_cause(recalibrates: bool) -> None:
+    """The calibration is that of another model. Other programs are not named then."""
+    plan = Plan.load(CALIBRATED.parent / "plan.toml")
+    model = ModelSpec.load("mistral-7b").with_layers(2)
+    unmeasured = Watched(msgspec.structs.replace(plan, model=model), str(CALIBRATED))
+    other = Watched(plan, str(CALIBRATED))
+    for training in (unmeasured, other):
+        training.run(RangeWatch(recalibrates=recalibrates), *[9.0] * 40)
+    said = "the layers of this model were not measured on this machine; "
+    (note,) = unmeasured.notes
+    assert f": {said}" in note
+    assert "other programs" not in note
+    assert said not in other.notes[0]
+
+
+@pytest.mark.usefixtures("workplace")
+def test_the_first_steps_name_layers_that_were_not_measured(
+    command: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        step_comparison, "unmeasured_layers", lambda machine, model: f"{machine.name} {model.name}"
+    )
+    outcome = command(*TRAIN, "--steps", 6, "--out", "run")
+    assert (outcome.status, outcome.err) == (0, "")
+    assert "\nh200 tiny\n" in outcome.out
+    assert "the plan is for a machine of the library" not in outcome.out
