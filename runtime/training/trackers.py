@@ -233,8 +233,13 @@ def refuse_missing(chosen: Logging) -> None:
 
 
 def _refuse_missing(package: str, field: str, otherwise: str) -> None:
-    """Raises UserError, with `otherwise` as the other fix, if `package` is not installed."""
-    if importlib.util.find_spec(package) is None:
+    """Raises UserError, with `otherwise` as the other fix, if `package` is not installed.
+
+    A folder of that name without modules, such as the `wandb` that an offline run of wandb leaves
+    in the current folder, is not the package, although Python would import it.
+    """
+    found = importlib.util.find_spec(package)
+    if found is None or (found.origin is None and found.submodule_search_locations is not None):
         raise UserError(
             f"logging: {field}",
             found=f"no package {package}",

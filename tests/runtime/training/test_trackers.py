@@ -224,10 +224,25 @@ def test_a_tracker_that_is_not_installed_is_refused_at_once(
         Tracker("wandb", "project")
 
 
+def test_the_folder_of_an_offline_run_is_not_the_package(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Python imports a folder without modules as a namespace package."""
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    (tmp_path / "wandb" / "offline-run-1").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"^logging: tracker: wandb: found no package wandb;"):
+        refuse_missing(Logging(tracker="wandb"))
+    (tmp_path / "wandb" / "__init__.py").touch()
+    importlib.invalidate_caches()
+    refuse_missing(Logging(tracker="wandb"))
+
+
 def test_without_a_run_folder_there_are_no_tensorboard_files(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module.importlib.util, "find_spec", lambda _: True)
+    found = importlib.machinery.ModuleSpec("tensorboard", None)
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda _: found)
     assert trackers(Logging(tensorboard=True), None) == (
         [],
         ["no TensorBoard files: there is no run folder"],
