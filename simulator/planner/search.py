@@ -108,6 +108,26 @@ def search(
     return sorted(_searched(plans, costs), key=rank)
 
 
+def _names(policies: Iterable[str]) -> list[str]:
+    """Returns the different names in `policies`. Raises UserError if there are none, or for a value
+    that is neither a name nor a path.
+    """
+    given = list(policies)
+    wrong = [value for value in given if not isinstance(value, str | os.PathLike)]
+    if wrong or not given:
+        found = [
+            f"the class {value.__name__}" if isinstance(value, type) else repr(value)
+            for value in wrong
+        ]
+        raise UserError(
+            "policies",
+            found=found[0] if found else "none",
+            allowed="names of policies or paths of their files, or None for all policies",
+            fix="name one, or leave `policies` out",
+        )
+    return list(dict.fromkeys(map(os.fspath, given)))
+
+
 def plans_of(
     model: ModelSpec,
     hardware: HardwareSpec,
@@ -124,18 +144,7 @@ def plans_of(
     The arguments are those of `search`. Raises UserError for an unknown policy, and if none of the
     policies makes sense on the machine.
     """
-    names = (
-        policy_library.contenders()
-        if policies is None
-        else list(dict.fromkeys(map(os.fspath, policies)))
-    )
-    if not names:
-        raise UserError(
-            "policies",
-            found="none",
-            allowed="names of policies or paths of their files, or None for all policies",
-            fix="name one, or leave `policies` out",
-        )
+    names = policy_library.contenders() if policies is None else _names(policies)
     for name in names:
         policy_library.find(name)
     names = policy_library.sensible(names, unified=hardware.unified)

@@ -107,6 +107,21 @@ def test_a_refused_value_does_not_spoil_what_follows() -> None:
     assert plans[0] == plans[1]
 
 
+class Pinned:
+    """Stands for the class of a policy of one's own."""
+
+
+@pytest.mark.parametrize(
+    ("policies", "found"),
+    [([Pinned], "the class Pinned"), (["k_buffer", 3], "3"), ([None], "None")],
+)
+def test_a_value_that_is_no_name_of_a_policy_is_refused(policies: list[Any], found: str) -> None:
+    work = Workload(batch=1, sequence=64)
+    model, hardware = ModelSpec.load("qwen2.5-0.5b"), HardwareSpec.load("h200")
+    with pytest.raises(UserError, match=f"^policies: found {found}; allowed: names of .* paths of"):
+        search(model, hardware, work, policies=policies)
+
+
 def test_no_policy_is_refused() -> None:
     work = Workload(batch=1, sequence=64)
     with pytest.raises(UserError, match="policies: found none; allowed: names of pol"):
