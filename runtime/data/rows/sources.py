@@ -296,9 +296,14 @@ def find(path: Path, splits: Sequence[str] = ("train",)) -> DataSource:
 
 
 def _files_next_to(path: Path) -> str:
-    """Returns advice: a data file next to `path` with a similar name or, if there is none, any data
-    file there.
+    """Returns advice: the option for a split after the name of a folder, a data file next to
+    `path` with a similar name or, if there is none, any data file there.
     """
+    folder, _, split = str(path).rpartition(":")
+    if split and os.path.isdir(folder):  # only names on the hub have splits
+        return (
+            f"write {folder} and --split {split}, or for evaluation data --evaluation-split {split}"
+        )
     try:
         names = sorted(
             str(path.parent / file.name)

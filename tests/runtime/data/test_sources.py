@@ -238,6 +238,18 @@ def test_a_data_file_next_to_a_wrong_path_is_suggested(tmp_path: Path) -> None:
         find(tmp_path / "chats.jsonl")
 
 
+@pytest.mark.parametrize("weight", ["", ":0.5"])
+def test_a_split_after_the_name_of_a_folder_names_its_option(tmp_path: Path, weight: str) -> None:
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "test.jsonl").write_text("{}\n")
+    folder = re.escape(str(tmp_path / "rows"))
+    with pytest.raises(
+        UserError,
+        match=rf"rows:test: found no such file .*; fix: write {folder} and --split test, or ",
+    ):
+        sources_at([f"{tmp_path}/rows:test{weight}"], ("train",))
+
+
 def test_paths_without_data_give_one_line_errors(tmp_path: Path) -> None:
     with pytest.raises(
         UserError,
