@@ -172,7 +172,8 @@ def extract(row: dict[str, Any], layout: Layout) -> str | Pair | Conversation:
             for name in ("instruction", "input")
         )
         if not instruction:
-            raise Unusable("no `instruction`")
+            missing = row.get("instruction") is None
+            raise Unusable("no `instruction`" if missing else "`instruction` is empty")
         pair = _pair(
             f"{instruction}\n\n{context}" if context else instruction,
             _string(row, "output"),
