@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,6 +50,8 @@ Note = Callable[[str], None]
 """A function that receives lines for the user."""
 _FORMAT = 7
 """Version of the tokenization. It is part of the cache's key."""
+_JSON = "one array of objects at the top of the file, or one object per line"
+"""What a .json file may have."""
 _INSPECTED = 100
 """Number of rows from which the layout is recognized."""
 
@@ -233,11 +235,35 @@ def _layout(source: DataSource, options: DataOptions) -> Layout:
             else _no_data(
                 source,
                 f"no row that can be read, the first {inspected[0]}",
-                "at least one row without such a mistake",
+                _JSON if source.kind == "json" else "at least one row without such a mistake",
                 encoding_fix(str(inspected[0])),
             )
         )
+    if source.kind == "json" and (name := _wrapping(inspected)):
+        raise _no_data(
+            source,
+            f"an object whose `{name}` is an array of objects",
+            _JSON,
+            f"write the array of `{name}` at the top of the file, without the object around it",
+        )
     raise unknown_columns(f"data {source.path}", columns, options.columns)
+
+
+def _wrapping(inspected: Sequence[TextRow | BadRow]) -> str:
+    """Returns the first column whose value is a list of objects, if `inspected` is one row that has
+    such a column, otherwise an empty text.
+    """
+    values = [row.value for row in inspected if isinstance(row, TextRow)]
+    if len(inspected) != 1 or not values or not isinstance(values[0], dict):
+        return ""
+    return next(
+        (
+            name
+            for name, value in values[0].items()
+            if isinstance(value, list) and value and all(isinstance(each, dict) for each in value)
+        ),
+        "",
+    )
 
 
 def _tokenize(

@@ -257,6 +257,25 @@ def test_nothing_to_train_on_gives_a_one_line_error(
     assert not any(file.name.startswith(".") for file in (tmp_path / "cache").glob("*"))
 
 
+@pytest.mark.parametrize(
+    ("indent", "found", "fix"),
+    [
+        (None, "an object whose `data` is an array of objects", "write the array of `data` at the"),
+        (1, "no row that can be read, the first ", "correct the data"),
+    ],
+)
+def test_an_array_inside_of_an_object_is_refused_by_name(
+    opened: Callable[..., Any], tmp_path: Path, indent: int | None, found: str, fix: str
+) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps({"version": 1, "data": [{"text": "hello"}] * 3}, indent=indent))
+    allowed = "one array of objects at the top of the file"
+    with pytest.raises(
+        UserError, match=rf"json: found {found}.*; allowed: {allowed}.*; fix: {fix}"
+    ):
+        opened(path)
+
+
 def test_without_a_tokenizer_text_is_bytes_and_messages_are_refused(
     opened: Callable[..., Any], jsonl: Folder, tmp_path: Path
 ) -> None:
