@@ -434,6 +434,20 @@ def test_a_phone_shows_the_page_without_scrolling_sideways(
     assert (ground == "rgb(255, 255, 255)") == (scheme == "light")
 
 
+def test_notes_of_advice_are_not_squeezed(open_page: Callable[..., Page], address: str) -> None:
+    """A note has at least 14 characters a line, beside the columns of names and speeds."""
+    asked = {"model": "qwen2.5-7b", "hardware": "rtx3080-10gb", "batch": "4", "seq": "4096"}
+    page = open_page(f"{address}?{urlencode(asked)}", width=1000)
+    page.locator("#advice .said:not(:empty)").first.wait_for()
+    for width in (390, 901, 1000, 1180, 1181, 1280):
+        page.set_viewport_size({"width": width, "height": 900})
+        widths = page.evaluate(
+            "[...document.querySelectorAll('#advice .said:not(:empty)')]"
+            ".map((each) => each.getBoundingClientRect().width)"
+        )
+        assert min(widths) > 100, width
+
+
 def test_every_field_has_a_name(open_page: Callable[..., Page], address: str) -> None:
     page = open_page(f"{address}?{urlencode(SMALL)}")
     page.locator("#speed").wait_for()
