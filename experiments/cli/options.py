@@ -324,6 +324,23 @@ def device_limit(
     return min(limit, hardware.device_bytes)
 
 
+def host_limit(limit: int | None, hardware: HardwareSpec) -> int | None:
+    """Returns the host memory to use, in bytes, for `limit`, the value of `--host-memory`.
+
+    Raises UserError if a machine with one memory for CPU and GPU has less. `device_limit` explains
+    the factor of 1.1. Other machines may have more host memory than their file says.
+    """
+    if limit is None or not hardware.unified or limit <= _ADVERTISED_RATIO * hardware.host_bytes:
+        return limit
+    raise UserError(
+        "--host-memory",
+        found=format_bytes(limit),
+        allowed=f"at most {format_bytes(hardware.memory_limits()[1])}, which is what programs can"
+        f" use of the one memory of {hardware.title or hardware.name}",
+        fix="leave it out to use all of it",
+    )
+
+
 def add_workload(
     parser: argparse.ArgumentParser,
     *,

@@ -250,7 +250,7 @@ def _chosen(args: argparse.Namespace) -> tuple[list[Choice], HardwareSpec]:
             source=source,
             hardware_name=named,
             device_limit=options.device_limit(args.device_memory, hardware),
-            host_limit=args.host_memory,
+            host_limit=options.host_limit(args.host_memory, hardware),
             policies=from_options.policies(args.policy),
         )
     else:

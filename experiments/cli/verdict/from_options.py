@@ -77,7 +77,7 @@ def choices(
         options.workload(args, model),
         {
             "device_limit": options.device_limit(args.device_memory, hardware),
-            "host_limit": args.host_memory,
+            "host_limit": options.host_limit(args.host_memory, hardware),
         },
     )
     step_tokens = getattr(args, "tokens_per_step", None)
@@ -156,7 +156,7 @@ def _found(
         hardware,
         options.workload(args, model, quiet=True),
         device_limit=options.device_limit(args.device_memory, hardware),
-        host_limit=args.host_memory,
+        host_limit=options.host_limit(args.host_memory, hardware),
         policies=policies(args.policy),
     )
     if choice is None:
@@ -227,7 +227,7 @@ def with_loss_chunk(
         hardware,
         options.workload(args, model, quiet=True),
         device_limit=options.device_limit(args.device_memory, hardware),
-        host_limit=args.host_memory,
+        host_limit=options.host_limit(args.host_memory, hardware),
         policies=policies(args.policy),
         gpus=_gpus(args),
         hosts=_hosts(args),
@@ -518,7 +518,7 @@ def _least_plan(args: argparse.Namespace, hardware: HardwareSpec, model: ModelSp
         workload=options.workload(args, model, quiet=True),
         device_limit_bytes=options.device_limit(args.device_memory, hardware)
         or hardware.device_bytes,
-        host_limit_bytes=args.host_memory or hardware.host_bytes,
+        host_limit_bytes=options.host_limit(args.host_memory, hardware) or hardware.host_bytes,
     )
 
 

@@ -92,7 +92,7 @@ def _verdict(args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec)
         hardware,
         options.workload(args, model, quiet=True),
         device_limit=options.device_limit(args.device_memory, hardware),
-        host_limit=args.host_memory,
+        host_limit=options.host_limit(args.host_memory, hardware),
         policies=names,
     )
     return summarize(choices[0], hardware, kernel_chosen=kernel_chosen)

@@ -272,6 +272,12 @@ MISTAKES = {
         "again",
         truncated("tiny/config.json"),
     ),
+    "host memory above the one memory of a machine": Mistake(
+        ("check", "tiny", "--hardware", "apple-m4-max", "--host-memory", "256GiB"),
+        "256.00 GiB",
+        "at most 96.00 GiB, which is what programs can use of the one memory of Apple M4 Max",
+        "leave it out",
+    ),
     "unknown hardware": Mistake(
         ("check", "tiny", "--hardware", "h100"), "no such file", "h200", "did you mean"
     ),
