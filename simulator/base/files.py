@@ -41,7 +41,7 @@ def read_toml(path: Path, into: type[T]) -> T:
             str(path),
             found=f"text that is not TOML ({error})",
             allowed="a TOML file",
-            fix="write the file again with the command that made it",
+            fix="correct the file, or write it again with the command that made it",
         ) from None
     return convert(data, into, str(path))
 

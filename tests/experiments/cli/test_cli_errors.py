@@ -278,6 +278,13 @@ MISTAKES = {
         "at most 96.00 GiB, which is what programs can use of the one memory of Apple M4 Max",
         "leave it out",
     ),
+    "hardware that is not TOML": Mistake(
+        ("check", "tiny", "--hardware", "hw.toml"),
+        "not TOML (Invalid value (at line 2, column 10))",
+        "a TOML file",
+        "correct the file",
+        written("hw.toml", 'name = "mine"\nsource = \n'),
+    ),
     "unknown hardware": Mistake(
         ("check", "tiny", "--hardware", "h100"), "no such file", "h200", "did you mean"
     ),
