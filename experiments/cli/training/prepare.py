@@ -293,7 +293,7 @@ def plan_file(args: argparse.Namespace, config: Config) -> Iterator[Path]:
         best = from_options.choices(asked, hardware, source, file)[0]
     _show(best, hardware, choice.steps(config), kernel_chosen=args.attention is None)
     if not best.feasible:
-        raise _does_not_fit(best, hardware)
+        raise _does_not_fit(best, hardware, splits=args.tokens_per_step is None)
     if args.hardware and (warning := other_machine(hardware, device)):
         print(fitted(warning), flush=True)
     with tempfile.TemporaryDirectory(prefix="megatrain-") as place:
@@ -582,9 +582,12 @@ def planned_time(seconds: float) -> str:
     return format_duration(seconds) if seconds >= 1 else "less than 1 s"
 
 
-def _does_not_fit(best: Choice, hardware: HardwareSpec) -> DoesNotFit:
+def _does_not_fit(best: Choice, hardware: HardwareSpec, *, splits: bool) -> DoesNotFit:
     """Returns the error for a model that no plan fits. Its fix is never another machine, because
     `train` runs on this one.
+
+    With `splits`, a fix that names a micro-batch also names the number of micro-batches. Without
+    it, `train` would choose another number, which may need more memory.
     """
     import msgspec
 
@@ -592,8 +595,16 @@ def _does_not_fit(best: Choice, hardware: HardwareSpec) -> DoesNotFit:
     from megatrain.simulator.verdict.verdict import explain
 
     verdict = explain(best, hardware)
-    possible = tuple(entry for entry in verdict.advice if "hardware" not in entry.options)
-    verdict = msgspec.structs.replace(verdict, advice=possible)
+    possible = [entry for entry in verdict.advice if "hardware" not in entry.options]
+    if splits:
+        count = {"accumulation": str(best.plan.workload.accumulation)}
+        possible = [
+            msgspec.structs.replace(entry, options=entry.options | count)
+            if "batch" in entry.options
+            else entry
+            for entry in possible
+        ]
+    verdict = msgspec.structs.replace(verdict, advice=tuple(possible))
     return DoesNotFit(
         f"model {best.plan.model.name}",
         found="no plan that fits; nothing was written",

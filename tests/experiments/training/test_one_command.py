@@ -222,6 +222,34 @@ def test_a_model_that_does_not_fit_gives_a_verdict_and_an_exit_status(command: A
 
 
 @pytest.mark.usefixtures("place")
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        ((), "--seq 8 --batch 1 --accumulation {count} would fit"),
+        (("--tokens-per-step", 64, "--seq", 32), "--seq 8 --batch 1 would fit"),
+    ],
+)
+def test_a_fix_names_the_number_of_micro_batches_that_was_tried(
+    command: Any, monkeypatch: pytest.MonkeyPatch, words: tuple[object, ...], fix: str
+) -> None:
+    """`train` would choose another number from the data, which may not fit."""
+    counts = []
+    advice = (
+        Suggestion(change="--seq 8 --batch 1", options={"seq": "8", "batch": "1"}, fits=True),
+    )
+    explain = verdict.explain
+
+    def explained(*args: Any) -> Any:
+        found = explain(*args)
+        counts.append(found.workload.accumulation)
+        return msgspec.structs.replace(found, advice=advice)
+
+    monkeypatch.setattr(verdict, "explain", explained)
+    outcome = command(*TRAIN, *HARDWARE, *words, "--device-memory", "1KiB")
+    assert f"; fix: {fix.format(count=counts[-1])}" in outcome.err
+
+
+@pytest.mark.usefixtures("place")
 def test_another_machine_is_no_fix_for_a_training(
     command: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
