@@ -340,6 +340,10 @@ def _played(schedule: Schedule, costs: CostModel) -> tuple[list[int], list[int]]
     ends.pop()
     if _NOT_YET in ends:
         simulate(schedule, costs)  # raises the DeadlockError
+        raise RuntimeError(
+            "`play` ended with blocked lanes, and `simulate` played the same schedule to its end:"
+            " the two implementations of the engine disagree"
+        )
     return starts, ends
 
 

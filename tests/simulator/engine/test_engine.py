@@ -12,7 +12,8 @@ import pytest
 from megatrain.simulator import policies
 from megatrain.simulator.costs import Replayed
 from megatrain.simulator.costs.contention import ContentionModel
-from megatrain.simulator.engine.discrete_event import DeadlockError, makespan_ns, simulate
+from megatrain.simulator.engine import discrete_event
+from megatrain.simulator.engine.discrete_event import DeadlockError, makespan_ns, play, simulate
 from megatrain.simulator.schedule import Op, Schedule
 from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.schedule.timeline import Span, Timeline
@@ -121,6 +122,17 @@ def test_an_op_that_waits_for_nothing_that_runs_is_named() -> None:
     with pytest.raises(DeadlockError) as error:
         simulate(program(("F0", "compute", ("W7",)), ("G0", "d2h", ())), costs({"F0": 1, "G0": 1}))
     assert str(error.value) == "compute is blocked at F0, which waits for W7 (which no lane runs)"
+
+
+@pytest.mark.parametrize("played", [play, makespan_ns])
+def test_blocked_lanes_are_an_error_although_simulate_finds_none(
+    monkeypatch: pytest.MonkeyPatch, played: Callable[..., object]
+) -> None:
+    """The two implementations of the engine then disagree. No end of an op may be returned."""
+    schedule = program(("F0", "compute", ("W0",)), ("W0", "h2d", ("F0",)))
+    monkeypatch.setattr(discrete_event, "simulate", lambda *_: None)
+    with pytest.raises(RuntimeError, match=r"^`play` ended with .*, and `simulate` played the"):
+        played(schedule, costs({"F0": 1, "W0": 1}))
 
 
 def test_a_replayed_timeline_without_gaps_plays_as_measured(make_plan: Callable[..., Plan]) -> None:
