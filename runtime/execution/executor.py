@@ -197,17 +197,21 @@ class Executor:
         self._programs: dict[str, _Program] = {}
         """Programs other than the step's, by name."""
         self._threads = threads or lane_threads(device, plan.gpus_per_host)
-        self._arenas = Arenas(
-            self.schedule,
-            device,
-            device_limit_bytes=plan.device_limit_bytes,
-            host_limit_bytes=plan.host_limit_bytes,
-            on_allocate=on_allocate,
-            host_memory=host_memory,
-        )
+        self._memory = contextlib.ExitStack()
+        """Frees the pools, once they are allocated."""
+        # This may compile the C kernels for many seconds. No memory is registered yet.
         self._host_workers = optimizer.workers(self._threads["cpu"])
-        self._allocation_guard = AllocationGuard(device, self._arenas.host_memory)
         try:
+            self._arenas = Arenas(
+                self.schedule,
+                device,
+                device_limit_bytes=plan.device_limit_bytes,
+                host_limit_bytes=plan.host_limit_bytes,
+                on_allocate=on_allocate,
+                host_memory=host_memory,
+            )
+            self._memory.callback(self._arenas.close)
+            self._allocation_guard = AllocationGuard(device, self._arenas.host_memory)
             keeps = any(buffer.data == "attention" for buffer in self.schedule.buffers)
             self.functional_layers = FunctionalLayers(
                 plan.model,
@@ -308,7 +312,7 @@ class Executor:
         self._state.saved.clear()
         self._state.host_scalars.clear()
         self._deferred = None
-        self._arenas.close()
+        self._memory.close()
 
     def _bind(self, schedule: Schedule) -> _Program:
         """Turns the ops of `schedule` into tasks. The step's schedule must have all lanes of

@@ -18,10 +18,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 import torch
 
+from megatrain.runtime.execution import executor
 from megatrain.runtime.execution.executor import Executor
 from megatrain.runtime.layers.functional_layers import config_of
 from megatrain.runtime.memory import arenas as arenas_module
@@ -29,10 +31,11 @@ from megatrain.runtime.memory import host_memory
 from megatrain.runtime.memory.allocation_guard import AllocationGuard
 from megatrain.runtime.memory.host_memory import HostMemory
 from megatrain.runtime.memory.reusable_pinned_pool import ReusablePinnedPool
+from megatrain.runtime.optimizer import adamw
 from megatrain.runtime.optimizer.adamw import AdamW
 from megatrain.runtime.warm_up import WARM_UP_STEPS
 from megatrain.simulator import policies
-from megatrain.simulator.base.errors import RunError, UserError
+from megatrain.simulator.base.errors import DoesNotFit, RunError, UserError
 from megatrain.simulator.policies import lower
 from megatrain.simulator.schedule.arithmetic import layer_state
 from megatrain.simulator.schedule.plan import Placement, Plan
@@ -236,6 +239,51 @@ def test_an_exception_while_memory_is_allocated_releases_it(
         Executor(plan, config_of(plan.model), AdamW(), CPU, on_allocate=interrupt)
     assert registrar.calls
     assert not registrar.now
+
+
+@pytest.mark.parametrize("where", ["workers", "guard"])
+def test_an_exception_after_memory_was_allocated_releases_it(
+    executable: Callable[..., Plan],
+    registrar: Registrar,
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+) -> None:
+    """Ctrl-C while the C kernels are compiled, or a device that has failed."""
+    plan = executable()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    if where == "workers":
+        monkeypatch.setattr(adamw, "workers", interrupt)
+    else:
+        monkeypatch.setattr(executor, "AllocationGuard", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        Executor(plan, config_of(plan.model), AdamW(), CPU)
+    assert bool(registrar.calls) == (where == "guard")
+    assert not registrar.now
+
+
+def test_memory_that_does_not_fit_leaves_no_threads(
+    executable: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[bool] = []
+    workers = adamw.workers
+
+    def watched(threads: int) -> adamw.Workers:
+        made = workers(threads)
+        close = made.close
+        monkeypatch.setattr(made, "close", lambda: (closed.append(True), close()))
+        return made
+
+    monkeypatch.setattr(adamw, "workers", watched)
+    plan = executable()
+    small = msgspec.structs.replace(plan, host_limit_bytes=1)
+    with pytest.raises(DoesNotFit):
+        Executor(
+            small, config_of(plan.model), AdamW(), CPU, schedule=lower(plan), threads={"cpu": 2}
+        )
+    assert closed == [True]
 
 
 def test_an_allocation_that_fails_ends_when_no_piece_is_being_registered(
