@@ -258,16 +258,18 @@ class Trainer(TrainingRun):
         self._evaluation_pending = False
         self._evaluation_digest = self._tokenizer_digest = ""
         self._executing = contextlib.ExitStack()
-        self._next: _Execution | None = None
-        self._former: _Execution | None = None
         self._forget()
 
     def _forget(self) -> None:
-        """Forgets the results of an earlier call of `fit`."""
+        """Forgets the results of an earlier call of `fit`, and a switch that it did not make."""
         self.finished = False
         self.timelines: list[Timeline] = []
         self.saved_step: int | None = None
         self._not_saved: CheckpointError | None = None
+        self._next: _Execution | None = None
+        """The plan to continue under after the current step, or None."""
+        self._former: _Execution | None = None
+        """The plan before a switch, until the first step after it has ended, or None."""
         self._stopped = ""
         """The reason that `stop` was called with."""
         self._done = 0

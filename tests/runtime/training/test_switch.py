@@ -114,6 +114,53 @@ def test_a_switch_after_the_last_step_is_not_made(prepare: Prepare, straight: Pa
     assert_same(straight, "run", "straight")
 
 
+def train_on(trainer: Trainer, steps: int) -> None:
+    """Calls `fit` again, as a caller that trains on with the same trainer."""
+    training = msgspec.structs.replace(trainer.config.training, steps=steps)
+    trainer.config = msgspec.structs.replace(trainer.config, training=training)
+    trainer._resume = "newest"
+    trainer.fit()
+
+
+def test_a_switch_that_was_not_made_is_not_made_in_the_next_call_of_fit(
+    prepare: Prepare, straight: Path
+) -> None:
+    switch = Switch(after_2=other(straight))
+    fields = {"saving.every_steps": 2, "saving.keep_last": 9}
+    trainer = prepare(straight, "run", callbacks=[switch], steps=2, **fields)
+    trainer.fit()
+    train_on(trainer, 5)
+    assert not switch.switches
+    assert rows(straight / "run") == rows(straight / "straight")
+
+
+def test_the_next_call_of_fit_does_not_return_to_the_plan_before_a_switch(
+    prepare: Prepare, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first call ends between a switch and the first step under the other plan."""
+
+    class Broken(Switch):
+        def on_switch(self, trainer: Any, seconds: float) -> None:
+            super().on_switch(trainer, seconds)
+            raise RunError("planted")
+
+    switch = Broken(after_2=other(place))
+    trainer = prepare(place, "run", callbacks=[switch], steps=3)
+    with pytest.raises(RunError, match="planted"):
+        trainer.fit()
+    step, failure = Executor.step, OpFailed("F0.m0", "memory", ValueError("broken"))
+
+    def fail(self: Executor, *given: Any, **named: Any) -> Any:
+        if self.plan.policy == "overlapped":
+            raise failure
+        return step(self, *given, **named)
+
+    monkeypatch.setattr(Executor, "step", fail)
+    with pytest.raises(OpFailed, match="broken"):
+        train_on(trainer, 3)
+    assert len(switch.switches) == 1
+
+
 @pytest.mark.parametrize("where", ["step", "operation", "opening", "activations"])
 def test_a_plan_that_fails_in_its_first_step_is_abandoned(
     prepare: Prepare, straight: Path, monkeypatch: pytest.MonkeyPatch, where: str
