@@ -642,7 +642,7 @@ class Trainer(TrainingRun):
             pending = evaluate and held_out is not None and result is None
             run = msgspec.structs.replace(done, progress=self._run_progress(pending))
             if due or switch:
-                saved = bool(due) and self._save(run)
+                saved = self._save(run) if due else None
                 if switch:
                     self._switch(run, saved=saved)
                 saved_at = time.monotonic()
@@ -739,18 +739,19 @@ class Trainer(TrainingRun):
             )
         return [batches[place] for place in places]
 
-    def _switch(self, run: RunState, *, saved: bool) -> None:
+    def _switch(self, run: RunState, *, saved: bool | None) -> None:
         """Continues under the plan of `switch`, from a checkpoint of `run`.
 
-        The checkpoint is written unless it is already `saved`. If it cannot be written, or if the
-        other plan cannot be executed, the training continues under its present plan.
+        `saved` says whether the checkpoint has been written. If it is None, this method writes it.
+        If it cannot be written, or if the other plan cannot be executed, the training continues
+        under its present plan.
         """
         assert self._next is not None
         other, self._next = self._next, None
         former, begin = _Execution(self.plan, self.schedule, self.origin), time.monotonic()
         failed = ""
         try:
-            saved = saved or self._save(run)
+            saved = self._save(run) if saved is None else saved
         except CheckpointError as error:
             self.note(str(error))
         if not saved:

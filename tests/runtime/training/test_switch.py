@@ -293,6 +293,28 @@ def test_without_a_checkpoint_the_plan_is_not_switched(
     assert_same(straight, "run", "straight")
 
 
+def test_a_checkpoint_that_is_due_before_a_switch_is_tried_once(
+    prepare: Prepare, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Saves(Switch):
+        saves: list[int]
+
+        def on_save(self, trainer: Any, number: int) -> None:
+            self.saves.append(number)
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    switch = Saves(after_2=other(place))
+    switch.saves = []
+    fields = {"saving.on_failure": "go on", "saving.every_steps": 2, "steps": 3}
+    monkeypatch.setattr(checkpoint, "write_tensors", full)
+    prepare(place, "run", callbacks=[switch], **fields).fit()
+    assert switch.saves == [2, 3]
+    assert len([note for note in switch.notes if "was not saved: no space left" in note]) == 2
+    assert not switch.switches
+
+
 def test_a_switch_to_an_unsuitable_plan_is_refused(prepare: Prepare, place: Path) -> None:
     longer = msgspec.structs.replace(Plan.load(place / "plan.toml").workload, sequence=8)
     for plan, match in (
