@@ -90,9 +90,11 @@ class Callback:
 
     def on_switch(self, trainer: TrainingRun, seconds: float) -> None:
         """Called after a switch to another plan (`TrainingRun.switch`), before its first step.
+        `trainer.executor` and `trainer.state` are new objects.
 
-        `seconds` is the time that the switch took. If the first step under the other plan fails,
-        the training returns to the former plan, and this is called again with 0.
+        `seconds` is the time that the switch took. If the other plan cannot be opened, or if its
+        first step fails, the training returns to the former plan with a new executor, and this is
+        called with 0.
         """
 
     def on_evaluation(self, trainer: TrainingRun, evaluation: EvaluationResult) -> None:

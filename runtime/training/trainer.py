@@ -704,7 +704,6 @@ class Trainer(TrainingRun):
         if self._former is not None and failed:
             # Not inside `except`, because the traceback keeps the memory of the failed plan.
             self._return(self._former, number - 1, failed)
-            self._callbacks.notify("on_switch", self, 0.0)
             return self._step(data, number, before)
         self._former = None
         if number >= self.first_step + WARM_UP_STEPS or steps < self.first_step + WARM_UP_STEPS:
@@ -772,7 +771,8 @@ class Trainer(TrainingRun):
         self._callbacks.notify("on_switch", self, time.monotonic() - begin)
 
     def _return(self, former: _Execution, step: int, reason: str) -> None:
-        """Continues under the plan `former` from the checkpoint of `step`.
+        """Continues under the plan `former` from the checkpoint of `step`, and calls `on_switch` of
+        the callbacks, because the executor is a new one.
 
         `reason` says why the other plan failed. Raises RunError if the former plan fails, too, as
         after an error that leaves the device unusable. The run folder then still has the former
@@ -796,6 +796,7 @@ class Trainer(TrainingRun):
                 f"neither the other plan nor, after it, the former one can be executed: {failed};"
                 f" continue under the former one with: {command_to_continue(self.out)}"
             )
+        self._callbacks.notify("on_switch", self, 0.0)
 
     def _reopen(self, execution: _Execution, step: int) -> None:
         """Releases all memory, and restores the checkpoint of `step` under another plan."""

@@ -126,7 +126,7 @@ class Adaptation(Callback):
         other = trainer.plan.digest != self._former
         if phase == "switch" and other:
             self._phase, self._seconds, self._switch_seconds = "judge", [], seconds
-        if (phase == "switch" and other) or phase == "return":
+        if (phase == "switch" and other) or (phase == "return" and not other):
             trainer.note(
                 f"the training continues under the {'other' if other else 'former'} plan;"
                 f" switching took {format_seconds(seconds)}"

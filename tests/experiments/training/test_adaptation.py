@@ -340,6 +340,18 @@ def test_a_training_that_is_too_short_to_plan_again_says_so(
     ]
 
 
+@pytest.mark.parametrize(("digest", "noted"), [("former", 1), ("other", 0)])
+def test_a_return_that_failed_is_not_announced(digest: str, noted: int) -> None:
+    """If the former plan cannot be opened again, the trainer says that the other one stays."""
+    notes = list[str]()
+    adaptation = Adaptation()
+    adaptation._phase, adaptation._former = "return", "former"
+    trainer: Any = SimpleNamespace(plan=SimpleNamespace(digest=digest), note=notes.append)
+    adaptation.on_switch(trainer, 0.0)
+    assert len(notes) == noted
+    assert adaptation._phase == "done"
+
+
 def test_a_training_without_a_run_folder_is_refused(run: Run) -> None:
     run.out = None
     with pytest.raises(UserError, match="a training without a run folder"):

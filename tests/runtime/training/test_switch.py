@@ -36,15 +36,22 @@ class Switch(Callback):
         self._plans = {int(key.removeprefix("after_")): plan for key, plan in plans.items()}
         self.notes: list[str] = []
         self.switches: list[tuple[str, int]] = []
+        self.closed: list[bool] = []
+        """For each step, whether the executor that the callbacks were told of is closed."""
+
+    def on_start(self, trainer: Any) -> None:
+        self._executor = trainer.executor
 
     def on_note(self, text: str) -> None:
         self.notes.append(text)
 
     def on_step(self, trainer: Any, step: Step) -> None:
+        self.closed.append(self._executor.closed)
         if step.number in self._plans:
             trainer.switch(self._plans[step.number])
 
     def on_switch(self, trainer: Any, seconds: float) -> None:
+        self._executor = trainer.executor
         self.switches.append((trainer.plan.policy, trainer.first_step))
         assert trainer.timelines == []
         assert trainer.executor.plan == trainer.plan
@@ -192,8 +199,11 @@ def test_a_plan_that_fails_in_its_first_step_is_abandoned(
     assert "the training continues under the former plan, since the other cannot be" in notes
     found = "F0.m0 on lane memory: " if where == "operation" else "memory: "
     assert f" executed: {found}" in notes
-    back = [("overlapped", 3), (first.policy, 3)]
-    assert switch.switches == (back if where in ("step", "operation") else [])
+    back = (first.policy, 3)
+    assert switch.switches == (
+        [("overlapped", 3), back] if where in ("step", "operation") else [back]
+    )
+    assert switch.closed == [False] * 5
     assert_same(straight, "run", "straight")
     assert Plan.load(straight / "run" / "plan.toml").digest == first.digest
 
