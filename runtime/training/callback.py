@@ -98,7 +98,11 @@ class Callback:
         """
 
     def on_evaluation(self, trainer: TrainingRun, evaluation: EvaluationResult) -> None:
-        """Called after each evaluation."""
+        """Called after each evaluation.
+
+        If `trainer.stop` is called here, no further step is done, so the evaluated weights are the
+        ones that are saved and exported.
+        """
 
     def on_save(self, trainer: TrainingRun, number: int) -> None:
         """Called when a checkpoint is due after step `number`.

@@ -45,7 +45,7 @@ class Progress(Callback):
         self._write(text)
 
     def on_start(self, trainer: TrainingRun) -> None:
-        self._left = TimeLeft(trainer.first_step)
+        self._left, self._number = TimeLeft(trainer.first_step), trainer.first_step - 1
 
     def on_switch(self, trainer: TrainingRun, seconds: float) -> None:
         self._left = TimeLeft(trainer.first_step)

@@ -607,9 +607,10 @@ class Trainer(TrainingRun):
             if evaluation is not None:
                 self._callbacks.notify("on_evaluation", self, evaluation)
                 self._note_evaluation(evaluation)
+                self._finish_if_stopped()
         stopping, run = False, None
         for number in range(self.first_step, steps + 1):
-            if stopping or self._interrupted(interruption):
+            if stopping or self.finished or self._interrupted(interruption):
                 break
             step = self._step(data, number, run)
             self._done, loss = number, step.loss
@@ -621,10 +622,8 @@ class Trainer(TrainingRun):
                 progress=self._run_progress(owed),
             )
             self._notify_after("on_step", step, done)
-            self._stopped = self._of_any_rank(self._stopped)
-            self.finished = number == steps or bool(self._stopped)
+            self._finish_if_stopped()
             evaluate = self.finished or _is_due(number, evaluate_every)
-            save = self.finished or _is_due(number, saving.every_steps)
             result = None
             if evaluate and held_out is not None:
                 with self._kept_if_it_fails(done, "the evaluation"):
@@ -634,7 +633,9 @@ class Trainer(TrainingRun):
                     done, loss=result.loss, progress=self._run_progress(False)
                 )
                 self._notify_after("on_evaluation", result, done)
+                self._finish_if_stopped()
             evaluation = result or evaluation
+            save = self.finished or _is_due(number, saving.every_steps)
             by_clock = self._of_rank_0(clock > 0 and time.monotonic() - saved_at >= 60 * clock)
             stopping = self._interrupted(interruption)
             due = stopping or by_clock or (save and (saving.every_steps or clock))
@@ -652,7 +653,14 @@ class Trainer(TrainingRun):
             if run is not None and not stopping and self.saved_step != run.step:
                 self._save(run)  # the signal came after the last look at the end of the step
             raise interruption.error()
-        return Fitted(number, loss, evaluation, self.stopped)
+        return Fitted(self._done, loss, evaluation, self.stopped)
+
+    def _finish_if_stopped(self) -> None:
+        """Sets `finished`: whether all steps are done, or a callback of any rank has called
+        `stop`.
+        """
+        self._stopped = self._of_any_rank(self._stopped)
+        self.finished = self._done >= self.config.training.steps or bool(self._stopped)
 
     def _how_it_ended(self) -> str:
         """Returns when a signal ended the training, what is saved, and how to continue."""

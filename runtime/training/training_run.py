@@ -91,8 +91,8 @@ class TrainingRun(abc.ABC):
 
     @abc.abstractmethod
     def stop(self, reason: str) -> None:
-        """Ends the training after the current step. A callback calls this in `on_step`. In a method
-        that is called later, such as `on_evaluation`, it ends the training after the next step.
+        """Ends the training after the current step. A callback calls this in `on_step` or in
+        `on_evaluation`. In any other method, it ends the training after the next step.
 
         This step counts as the last one: the model is evaluated, saved and exported as the config
         says. `reason` is reported to the user.

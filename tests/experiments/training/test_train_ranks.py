@@ -428,11 +428,14 @@ with joined(Plan.load(Path("2.toml")), device) as ranks:
     elif sys.argv[1] == "rate":
         schedule = msgspec.structs.replace(config.schedule, rate=(1 + ranks.rank) / 100)
         config, more = msgspec.structs.replace(config, schedule=schedule), {}
-    elif sys.argv[1] == "stop":
+    elif sys.argv[1].startswith("stop"):
         class Stops(Callback):
             def on_step(self, trainer, step):
-                if ranks.rank == 1 and step.number == 2:
+                if ranks.rank == 1 and step.number == 2 and sys.argv[1] == "stop":
                     trainer.stop("rank 1 has seen enough")
+            def on_evaluation(self, trainer, evaluation):
+                if ranks.rank == 1:
+                    trainer.stop("rank 1 has evaluated enough")
         more = {"callbacks": [Stops()]}
     else:
         class Few:
@@ -452,6 +455,7 @@ with joined(Plan.load(Path("2.toml")), device) as ranks:
     ("what", "line"),
     [
         ("stop", "0 rank 1 has seen enough"),
+        ("stop in an evaluation", "0 rank 1 has evaluated enough"),
         ("start", "0 4"),
         ("read", "training: state: found a read of the weights on rank 1; allowed: reads on rank"),
         ("rate", "ranks: schedule.rate: found 0.02 on rank 1; allowed: 0.01, as on rank 0"),
@@ -465,7 +469,7 @@ def test_ranks_of_a_script_are_one_training(what: str, line: str) -> None:
     checkpoint owes. A read on another rank has an error, and so have too few micro-batches, and
     settings and first steps that differ.
     """
-    evaluated = EVALUATED if what == "start" else ()
+    evaluated = EVALUATED if what in ("start", "stop in an evaluation") else ()
     assert cli.main(["train", "1.toml", "--out", "alone", *WORDS, *evaluated, "--steps", "4"]) == 0
     Path("script.py").write_text(SCRIPT)
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py"]
@@ -473,6 +477,7 @@ def test_ranks_of_a_script_are_one_training(what: str, line: str) -> None:
         [sys.executable, *words, what], capture_output=True, text=True, timeout=120, check=False
     )
     assert line in outcome.stdout + outcome.stderr
-    if what == "stop":
+    if what.startswith("stop"):
         assert outcome.returncode == 0, outcome.stderr
-        assert [row["step"] for row in metrics("run")] == [1, 2]
+        steps = [row["step"] for row in metrics("run") if "evaluation_loss" not in row]
+        assert steps == [1, 2]

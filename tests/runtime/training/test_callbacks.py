@@ -345,6 +345,31 @@ def test_a_callback_may_stop_the_training(place: Path, prepare: Any) -> None:
     assert (place / "run" / "model" / "model.safetensors").exists()
 
 
+@pytest.mark.parametrize("saving", [{}, {"saving.every_steps": 3}, {"saving.every_steps": 2}])
+def test_a_stop_in_an_evaluation_ends_the_training_with_the_evaluated_weights(
+    place: Path, prepare: Any, saving: dict[str, int]
+) -> None:
+    class Stop(Recorder):
+        def on_evaluation(self, trainer: Trainer, evaluation: EvaluationResult) -> None:
+            super().on_evaluation(trainer, evaluation)
+            if evaluation.number == 2:
+                trainer.stop("enough")
+
+    stop = Stop()
+    evaluated = {"evaluation_data": str(place / "corpus"), "evaluation.every_steps": 1}
+    trainer = prepare(place, callbacks=[stop], **evaluated, **saving)
+    fitted = trainer.fit()
+    assert (fitted.steps, fitted.stopped) == (2, "enough")
+    ends = [("step", 2), ("evaluation", 2), ("save", 2), ("end", None)]
+    if not saving:
+        ends.remove(("save", 2))
+    assert stop.events[-len(ends) :] == ends
+    assert trainer.saved_step == (2 if saving else None)
+    prepare(place, "short", steps=2).fit()
+    model = Path("model") / "model.safetensors"
+    assert (place / "run" / model).read_bytes() == (place / "short" / model).read_bytes()
+
+
 def test_a_stop_in_the_last_step_is_not_early_and_a_second_training_forgets_the_first(
     place: Path, prepare: Any
 ) -> None:

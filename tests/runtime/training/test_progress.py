@@ -71,13 +71,11 @@ def test_the_last_step_and_the_reason_of_a_stop_are_printed(place: Path, prepare
 
 
 def test_a_stop_that_is_not_the_last_event_is_not_printed_as_one(place: Path, prepare: Any) -> None:
-    """The step after a stop in `on_evaluation` is the last. After an error no reason is printed."""
+    """The step after a stop in `on_save` is the last. After an error no reason is printed."""
 
     class Stop(Callback):
-        def on_evaluation(self, trainer: TrainingRun, evaluation: EvaluationResult) -> None:
-            trainer.stop("good enough")
-
         def on_save(self, trainer: TrainingRun, number: int) -> None:
+            trainer.stop("good enough")
             if number == 5:
                 raise UserError("tracker", found="no key", allowed="a key", fix="log in")
 
@@ -89,6 +87,32 @@ def test_a_stop_that_is_not_the_last_event_is_not_printed_as_one(place: Path, pr
     steps = [line.partition("/")[0] for line in printed_lines if re.match(r"step \d/8  ", line)]
     assert steps == [f"step {number}" for number in (1, 2, 3, 5)]
     assert not [line for line in printed_lines if "good enough" in line]
+
+
+def test_the_reason_of_a_stop_in_an_evaluation_is_printed_with_its_step(
+    place: Path, prepare: Any
+) -> None:
+    """The second run stops in an evaluation that the checkpoint owes, before any step."""
+
+    class Stop(Callback):
+        def on_evaluation(self, trainer: TrainingRun, evaluation: EvaluationResult) -> None:
+            trainer.stop("good enough")
+
+    fields = {"evaluation.every_steps": 4, "saving.every_steps": 4, "over_steps": 1}
+    fields |= {"evaluation_data": str(place / "corpus"), "steps": 6, "export": False}
+    for resume in (None, "newest"):
+        printed_lines: list[str] = []
+        printed = Progress(every_seconds=3600, write=printed_lines.append)
+        trainer = prepare(place, callbacks=[printed, Stop()], resume=resume, **fields)
+        if resume:
+            restore = trainer._restore
+            trainer._restore = lambda: (restore(), setattr(trainer, "_evaluation_pending", True))[0]  # noqa: B023
+        fitted = trainer.fit()
+        assert (fitted.steps, fitted.stopped) == (4, "good enough")
+        assert fitted.evaluation is not None
+        assert printed_lines[-1] == "stopped after step 4: good enough"
+        steps = [line for line in printed_lines if line.startswith("step 4/6")]
+        assert len(steps) == (0 if resume else 1)
 
 
 def test_every_step_is_printed_if_the_interval_is_zero(place: Path, prepare: Any) -> None:
