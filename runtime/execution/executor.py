@@ -75,6 +75,9 @@ class StepResult:
     for every plan. None without deterministic mode, and with several GPUs. The weights in memory
     when a step returns are not the same for every plan, because a plan that defers updates has not
     applied the last update."""
+    warning: str = ""
+    """What has made the step slower, in words for the user, or empty. Always empty if the executor
+    is `strict`."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +157,7 @@ class Executor:
         host_memory: HostMemory | None = None,
         seed: int = 0,
         ranks: Ranks | None = None,
+        strict: bool = True,
     ) -> None:
         """Allocates the pools and binds the schedule.
 
@@ -173,6 +177,8 @@ class Executor:
             seed: The run's seed, for layers that draw random numbers (`Family.draws`) and for
                 stochastic rounding.
             ranks: The ranks of a plan for several GPUs, from `joined`. None for one GPU.
+            strict: Whether a step that allocates memory after the warm-up raises AssertionError, as
+                tests and calibrations need. Otherwise `StepResult.warning` says so, once.
 
         Raises:
             UserError: The plan cannot be executed.
@@ -211,7 +217,9 @@ class Executor:
                 host_memory=host_memory,
             )
             self._memory.callback(self._arenas.close)
-            self._allocation_guard = AllocationGuard(device, self._arenas.host_memory)
+            self._allocation_guard = AllocationGuard(
+                device, self._arenas.host_memory, raises=strict
+            )
             keeps = any(buffer.data == "attention" for buffer in self.schedule.buffers)
             self.functional_layers = FunctionalLayers(
                 plan.model,
@@ -365,6 +373,7 @@ class Executor:
             OpFailed: An op failed for another reason. The text names the op.
             RankLost: Another rank has ended or does not answer.
             StateUndefined: An earlier update has failed.
+            AssertionError: The executor is `strict`, and steps allocate memory after the warm-up.
             FloatingPointError: A loss is not finite, or a value that clipping uses is not finite: a
                 gradient norm or, with clipping by `update`, the RMS of a tensor's update. Nothing
                 is updated if the loss or the norm of `global` clipping is not finite. With clipping
@@ -411,6 +420,7 @@ class Executor:
                 seconds,
                 timeline,
                 self._checksum() if sums and self._flush else checksum_before,
+                self._allocation_guard.finding,
             )
 
     def evaluate(self, batches: Sequence[Batch]) -> Evaluated:

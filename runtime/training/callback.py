@@ -37,6 +37,9 @@ class Step:
     """The measured start and end of each op."""
     checksum: int | None = None
     """A checksum of all weights in deterministic mode, otherwise None."""
+    warning: str = ""
+    """What has made the step slower, in words for the user, or empty. `on_note` receives it,
+    too."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -470,6 +470,7 @@ class Trainer(TrainingRun):
                 on_allocate=lambda done, total: self._callbacks.notify("on_allocate", done, total),
                 seed=self.config.training.seed,
                 ranks=self._ranks,
+                strict=False,  # a step that is slow for want of memory must not end a training
             )
         )
 
@@ -622,6 +623,9 @@ class Trainer(TrainingRun):
                 progress=self._run_progress(owed),
             )
             self._notify_after("on_step", step, done)
+            if step.warning:
+                with self._kept_if_it_fails(done, "a callback"):
+                    self.note(f"step {number}: {step.warning}")
             self._finish_if_stopped()
             evaluate = self.finished or _is_due(number, evaluate_every)
             result = None
@@ -726,6 +730,7 @@ class Trainer(TrainingRun):
             tokens_per_second=self.plan.workload.step_tokens / result.seconds,
             timeline=result.timeline,
             checksum=result.checksum,
+            warning=result.warning,
         )
 
     def _read(self, data: BatchSource, number: int) -> list[Batch]:

@@ -251,7 +251,7 @@ def test_an_exception_after_memory_was_allocated_releases_it(
     """Ctrl-C while the C kernels are compiled, or a device that has failed."""
     plan = executable()
 
-    def interrupt(*_: object) -> None:
+    def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     if where == "workers":
@@ -385,6 +385,23 @@ def test_a_retried_allocation_is_an_error_at_once(watched: Callable[..., None]) 
     watched()
     with pytest.raises(AssertionError, match="retries"):
         watched(retried=1)
+
+
+def test_a_guard_that_does_not_raise_has_one_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    stats: dict[str, Any] = {"reserved_bytes": {"all": {"allocated": 0, "freed": 0}}}
+    stats["num_alloc_retries"] = 0
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda _: stats)
+    guard = AllocationGuard(torch.device("cuda", 0), HostMemory(registered=False), raises=False)
+    findings = []
+    for retries in (*[1] * WARM_UP_STEPS, 0, 2, 1, 1):
+        with guard.step(same_shapes=True):
+            stats["num_alloc_retries"] += retries
+        findings.append(guard.finding)
+    assert [bool(finding) for finding in findings] == [False] * 3 + [True] + [False] * 2
+    assert findings[3].startswith(
+        "a step after the warm-up took memory: 0 bytes of the device, 2 retries of allocations and"
+        " 0 registrations of host memory; such steps are slower"
+    )
 
 
 def test_device_memory_that_grows_in_many_steps_is_an_error(
