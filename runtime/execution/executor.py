@@ -107,6 +107,8 @@ class _Program:
     """The tasks of each lane, in order."""
     tasks: Mapping[str, Task]
     """All tasks, by op id."""
+    writing: frozenset[str]
+    """The ids of the ops that write state."""
     runs: int = 0
     """How often all tasks have run."""
 
@@ -140,7 +142,7 @@ class Executor:
 
     Use it as a context manager, or call `close`. The weights are zero until `state.load` is called.
     One thread at a time can use it: it raises UserError if another one is still in one of its
-    methods, or if it is closed. If an op fails after the updates of a step have begun, all methods
+    methods, or if it is closed. If an op fails when an update has been applied in part, all methods
     that use the state raise StateUndefined from then on.
     """
 
@@ -196,7 +198,12 @@ class Executor:
         self._deferred: tuple[float, int] | None = None
         """Learning rate and number of the step whose update is deferred, or None."""
         self._undefined = False
-        """Whether an op has written state, and not all ops of its program have ended."""
+        """Whether an op has written state, and not all ops of its program have ended. False if a
+        later op failed, and all of a deferred update is applied."""
+        self._changed = False
+        """Whether the state may have a part of the update of a step that has not returned."""
+        self._unwritten: set[str] = set()
+        """The ids of the ops of the last program that write state and have not ended."""
         self._user = threading.RLock()
         """Held by the thread that executes a schedule."""
         self._closed = False
@@ -316,7 +323,7 @@ class Executor:
         self._host_workers.close()
         # tasks refer to tensors, which would keep the pools alive
         self._programs.clear()
-        self._step = _Program(self.schedule, {}, {})
+        self._step = _Program(self.schedule, {}, {}, frozenset())
         self._state.saved.clear()
         self._state.host_scalars.clear()
         self._deferred = None
@@ -327,11 +334,13 @@ class Executor:
         `schedule`.
         """
         tasks: dict[str, Task] = {}
+        writing: set[str] = set()
         homes = {buffer for (data, _), buffer in self.schedule.state.items() if data in _STATE}
         for op in schedule.ops:
             work = self._binder.bind(op)
             if not homes.isdisjoint(map(base_buffer, op.writes)):
-                work = self._writing_state(work)
+                writing.add(op.id)
+                work = self._writing_state(op.id, work)
             stream = self._streams[op.lane]
             mark = HostMark() if stream is None else StreamMark(stream)
             tasks[op.id] = Task(op.id, work, mark, [tasks[other].mark for other in op.after])
@@ -339,16 +348,19 @@ class Executor:
             schedule,
             {name: [tasks[op.id] for op in ops] for name, ops in schedule.lanes.items()},
             tasks,
+            frozenset(writing),
         )
 
-    def _writing_state(self, work: Callable[[], object]) -> Callable[[], object]:
-        """Returns `work`, the work of an op that writes state. It first marks the state as
+    def _writing_state(self, op: str, work: Callable[[], object]) -> Callable[[], object]:
+        """Returns `work`, the work of the op that writes state. It first marks the state as
         undefined.
         """
 
         def run() -> object:
             self._undefined = True
-            return work()
+            result = work()
+            self._unwritten.discard(op)
+            return result
 
         return run
 
@@ -402,18 +414,18 @@ class Executor:
                 # a plan that defers updates applies the previous step's update in this step
                 self._state.update_at = self._deferred if self._flush else (rate, number)
                 timeline = self._run(self._step)
-                self._deferred = None
                 loss, norm = self._read_loss(), self._read_norm()
             seconds = time.perf_counter() - begin
             skipped = self._layers_not_updated()
             if skipped or not all(value is None or math.isfinite(value) for value in (loss, norm)):
+                # A policy from a file may defer an update that is clipped by layer.
+                self._changed = bool(skipped) if self._flush else not self._update_was_stopped()
                 where = f", layers not updated: {', '.join(skipped)}" if skipped else ""
                 raise FloatingPointError(
                     f"step {number}: loss {loss}, gradient norm {norm}{where}: not finite; lower"
                     " the learning rate or look at the data"
                 )
-            self._deferred = (rate, number) if self._flush else None
-            return StepResult(
+            result = StepResult(
                 loss,
                 norm,
                 self._read_clip_factor(),
@@ -422,6 +434,9 @@ class Executor:
                 self._checksum() if sums and self._flush else checksum_before,
                 self._allocation_guard.finding,
             )
+            self._deferred = (rate, number) if self._flush else None
+            self._changed = False
+            return result
 
     def evaluate(self, batches: Sequence[Batch]) -> Evaluated:
         """Computes the loss of micro-batches without training on them. `batches` are as in `step`.
@@ -456,7 +471,7 @@ class Executor:
 
         The next step computes the same bits, but the update no longer overlaps its forward pass.
 
-        Raises StateUndefined if an earlier update has failed.
+        Raises StateUndefined if an earlier update has failed, or if this one leaves out layers.
         """
         with self._used():
             self._refuse_undefined()
@@ -465,10 +480,22 @@ class Executor:
                 return
             self._state.update_at = self._deferred
             self._run(self._bound("flush_update", lambda: schedule))
-            self._deferred = None
+            # A policy from a file may defer an update that is clipped by layer.
+            self._undefined = bool(self._layers_not_updated())
+            self._refuse_undefined()
+
+    @property
+    def intact(self) -> bool:
+        """Whether the state is that of the end of the last step that returned, so that a checkpoint
+        of this step can be saved.
+
+        False if a later step raised an error and may have applied its update, wholly or in part, or
+        if a deferred update was applied in part.
+        """
+        return not (self._undefined or self._changed)
 
     def _refuse_undefined(self) -> None:
-        """Raises StateUndefined if an update has begun and has not ended."""
+        """Raises StateUndefined if an update has been applied in part."""
         if self._undefined:
             raise StateUndefined
 
@@ -565,6 +592,7 @@ class Executor:
 
     def _run(self, program: _Program) -> Timeline:
         """Runs all tasks of `program`, waits for the device, and returns the measured timeline."""
+        self._unwritten = set(program.writing)
         self._synchronize()
         origin = Origin.now(self.device.type == "cuda")
         error: Exception | None = None
@@ -576,6 +604,7 @@ class Executor:
                 self._synchronize()
             program.runs += 1
         except OpFailed as failure:
+            self._settle()
             error = out_of_memory(failure, self._arenas)
             if error is None and self.ranks is not None and failure.lane == "exchange":
                 error = self.ranks.lost(failure.op)
@@ -589,8 +618,31 @@ class Executor:
             raise error
         spans = (program.tasks[op.id].mark.span_ns(origin) for op in program.schedule.ops)
         timeline = Timeline.of("measured", program.schedule, spans)
-        self._undefined = False
+        self._changed = self._changed or (program is self._step and self._flush is None)
+        self._applied()
         return timeline
+
+    def _applied(self) -> None:
+        """Marks the state as defined: all ops that write state have ended."""
+        self._deferred = None  # before the next line: an update must not be applied twice
+        self._undefined = False
+
+    def _settle(self) -> None:
+        """Marks the state as defined if an op failed after all of a deferred update was applied,
+        and as undefined if the device has failed.
+
+        With several GPUs the state stays undefined, because waiting for a device that waits for
+        another rank might not end.
+        """
+        if self.ranks is not None:
+            return
+        try:
+            self._synchronize()
+        except RuntimeError:
+            self._undefined = True
+            return
+        if self._flush is not None and not self._unwritten:
+            self._applied()
 
     def _synchronize(self) -> None:
         """Waits for all work on the device."""
@@ -647,6 +699,19 @@ class Executor:
             ]
         )
         return [layer for layer, bad in zip(stack, factors.isnan().tolist(), strict=True) if bad]
+
+    def _update_was_stopped(self) -> bool:
+        """Returns whether all clipping factors are NaN, so that no update changed anything."""
+        factors = [
+            self._arenas.flat(
+                op.writes[0],
+                torch.float32,
+                len(self.plan.model.stack[op.layer].tensors) if self._clipping in BY_TENSOR else 1,
+            )
+            for op in self.schedule.ops
+            if op.kind == "clip"
+        ]
+        return bool(factors) and all(bool(values.isnan().all()) for values in factors)
 
     def _values(self, data: DataClass, key: str, count: int = 1) -> torch.Tensor:
         """Returns the first `count` fp32 values of the persistent buffer for `data` and `key`,

@@ -25,7 +25,7 @@ from megatrain.runtime.data.corpus.corpus import Corpus
 from megatrain.runtime.data.rows.sources import pinned
 from megatrain.runtime.data.summary import DataSummary
 from megatrain.runtime.data.tokens.tokenize import tokenizer_digest, tokenizer_files
-from megatrain.runtime.execution.executor import Executor
+from megatrain.runtime.execution.executor import Executor, StateUndefined
 from megatrain.runtime.execution.param_groups import refuse_unmatched
 from megatrain.runtime.execution.preflight import preflight
 from megatrain.runtime.files.model_files import folder_weights, random_weights
@@ -343,6 +343,9 @@ class Trainer(TrainingRun):
             FloatingPointError: if the loss or the gradient norm is not finite.
             Interrupted: after a signal.
             RankLost: if another rank ended or does not answer.
+
+        If a step, the data, an evaluation or a callback fails on one GPU, a checkpoint of the last
+        step that has ended is written first, if the weights are still those after this step.
         """
         with self._lock or contextlib.nullcontext(), unchanging():
             self._refuse_taken()
@@ -704,7 +707,8 @@ class Trainer(TrainingRun):
             # `step` checks them too. Here, nothing is lost if they are refused.
             self.executor.check(batches)
         try:
-            result = self.executor.step(batches, rate=rate, number=number)
+            with self._kept_if_it_fails(before, "the step"):
+                result = self.executor.step(batches, rate=rate, number=number)
         except FloatingPointError:
             if number == self.first_step:
                 self._refuse_weights_that_are_not_finite()
@@ -876,8 +880,9 @@ class Trainer(TrainingRun):
 
     @contextlib.contextmanager
     def _kept_if_it_fails(self, run: RunState | None, what: str) -> Iterator[None]:
-        """Writes the checkpoint `run` if code of the user fails in the block, so that no step is
-        lost. `what` is this code in words. None means that there is no new step to save.
+        """Writes the checkpoint `run` if code of the user or a step fails in the block, so that no
+        finished step is lost. `what` is this code in words. None means that there is no new step to
+        save. The checkpoint is not written if the weights are no longer those after `run.step`.
 
         Raises UserError in place of a StopIteration, which has no text.
 
@@ -890,6 +895,8 @@ class Trainer(TrainingRun):
             checkpoints = self._checkpoints if self._ranks is None else None
             if checkpoints and run is not None and self.saved_step != run.step:
                 try:
+                    if not self.executor.intact:
+                        raise StateUndefined
                     checkpoints.save(self.executor, run)
                     self.saved_step = run.step
                     said = f"{what} failed; a checkpoint of step {run.step} was written"
