@@ -26,7 +26,7 @@ from megatrain.runtime.memory.fitting import refuse_what_does_not_fit
 from megatrain.runtime.ranks import Ranks
 from megatrain.runtime.training.callback import EvaluationResult
 from megatrain.runtime.training.config import Config
-from megatrain.runtime.training.opening import find_model, packing_of
+from megatrain.runtime.training.opening import EvaluationSource, find_model, packing_of
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.units import counted
 from megatrain.simulator.hardware.machine import is_calibrated
@@ -70,18 +70,60 @@ def evaluate(
             break
     tokens = sum(part.labelled for part in parts)
     if not tokens:
-        raise UserError(
-            "evaluation data",
-            found=f"{counted(len(parts), 'group')} of micro-batches, without a position that has a"
-            " label",
-            allowed="at least one label other than -100",
-            fix=f"use data with labels{', or a larger over_steps' if over_steps else ''}; a method"
-            " batches() of your own must return all micro-batches anew in each call",
-        )
+        raise _unlabelled(len(parts), over_steps)
     loss = sum(part.loss * part.labelled for part in parts) / tokens
     return EvaluationResult(
         number=number, loss=loss, tokens=tokens, seconds=sum(part.seconds for part in parts)
     )
+
+
+def _unlabelled(groups: int, over_steps: int) -> UserError:
+    """Returns the error of evaluation data whose first `groups` of micro-batches have no label."""
+    return UserError(
+        "evaluation data",
+        found=f"{counted(groups, 'group')} of micro-batches, without a position that has a label",
+        allowed="at least one label other than -100",
+        fix=f"use data with labels{', or a larger over_steps' if over_steps else ''}; a method"
+        " batches() of your own must return all micro-batches anew in each call",
+    )
+
+
+def refuse_evaluation_data(held_out: EvaluationSource, executor: Executor) -> None:
+    """Raises UserError if the first micro-batches of `held_out` cannot be evaluated, if there are
+    none, or if its method `batches` returns the same iterator again. Called before the first step,
+    so that a mistake costs no step.
+    """
+    batches = held_out.batches()
+    where, fix = "evaluation data", "return all micro-batches anew in each call of batches()"
+    if not isinstance(batches, Iterable):
+        raise UserError(
+            where,
+            found=f"a {type(batches).__name__} from batches()",
+            allowed="an iterable of Batch(ids, labels)",
+            fix=fix,
+        )
+    if isinstance(batches, Iterator) and held_out.batches() is batches:
+        raise UserError(
+            where,
+            found="the same iterator from two calls of batches(), which has ended after the first"
+            " evaluation",
+            allowed="a new one in each call",
+            fix=fix,
+        )
+    plan = executor.plan
+    first = list(itertools.islice(batches, plan.workload.accumulation))
+    if not first:
+        raise _unlabelled(0, 0)
+    for batch in first:
+        try:
+            executor.check([batch] * plan.micro_batches)
+        except UserError as error:
+            raise UserError(
+                error.where.replace("data", where, 1),
+                found=error.found,
+                allowed=error.allowed,
+                fix=error.fix,
+            ) from None
 
 
 def same_batches(batches: Iterable[Batch], accumulation: int, ranks: Ranks) -> Iterator[Batch]:

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import msgspec
 import torch
 
-from megatrain.runtime.batch import Batch
+from megatrain.runtime.batch import Batch, count_labelled
 from megatrain.runtime.checkpoint.checkpoint import CheckpointError, checkpoint_bytes
 from megatrain.runtime.checkpoint.folder import Checkpoints
 from megatrain.runtime.checkpoint.manifest import EVALUATION_DATA, TOKENIZER, RunState
@@ -46,7 +46,12 @@ from megatrain.runtime.ranks import Ranks, identity
 from megatrain.runtime.training.callback import Callback, CallbackError, EvaluationResult, Step
 from megatrain.runtime.training.callbacks import Callbacks, refuse_callbacks
 from megatrain.runtime.training.config import Config, checked, with_data
-from megatrain.runtime.training.evaluating import SAME_DATA, evaluate, same_batches
+from megatrain.runtime.training.evaluating import (
+    SAME_DATA,
+    evaluate,
+    refuse_evaluation_data,
+    same_batches,
+)
 from megatrain.runtime.training.from_data import with_counted_steps, with_document_length
 from megatrain.runtime.training.interruption import Interruption
 from megatrain.runtime.training.notes import (
@@ -605,6 +610,9 @@ class Trainer(TrainingRun):
         saved_at = time.monotonic()
         number = self._done = self.first_step - 1
         loss, evaluation = None, None
+        if self._evaluation_data is not None:
+            with self._kept_if_it_fails(None, "the evaluation"):
+                refuse_evaluation_data(self._evaluation_data, self.executor)
         if self._evaluation_pending and held_out is not None:
             with self._kept_if_it_fails(None, "the evaluation"):
                 evaluation = self._evaluate(held_out, number, interruption)
@@ -706,6 +714,7 @@ class Trainer(TrainingRun):
             batches = self._read(data, number)
             # `step` checks them too. Here, nothing is lost if they are refused.
             self.executor.check(batches)
+            self._refuse_unlabelled(batches, number)
         try:
             with self._kept_if_it_fails(before, "the step"):
                 result = self.executor.step(batches, rate=rate, number=number)
@@ -870,6 +879,24 @@ class Trainer(TrainingRun):
             over_steps=self.config.evaluation.over_steps,
             stop=lambda: self._interrupted(interruption),
         )
+
+    def _refuse_unlabelled(self, batches: Sequence[Batch], number: int) -> None:
+        """Raises UserError if no position of step `number` has a label, and the data is an object
+        of the user. The loss would be 0, which looks perfect. Rows from files may be parts of a
+        long prompt, so they are not refused. With several ranks, another rank may have labels.
+        """
+        own = self._data is not None and not isinstance(self._data, Path | str)
+        if (
+            own
+            and self._ranks is None
+            and not any(count_labelled(batch.trained_labels) for batch in batches)
+        ):
+            raise UserError(
+                f"data: step {number}",
+                found="no position that has a label",
+                allowed="at least one label other than -100 in the micro-batches of a step",
+                fix="look at the labels that step(number) returns, and at its documents",
+            )
 
     def _notify_after(self, event: str, result: Step | EvaluationResult, run: RunState) -> None:
         """Calls the method `event` of every callback with `result`. If one fails, writes the

@@ -92,12 +92,18 @@ def changed(**change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[list[
     return spoil
 
 
+def all_masked(batches: list[Batch]) -> list[Batch]:
+    return [each._replace(labels=torch.full_like(each.labels, IGNORED)) for each in batches]
+
+
 @pytest.mark.parametrize(
     ("data", "spoil", "held_out", "error", "kept"),
     [
         (4, gone, 0, "the server is gone", 3),
-        (0, gone, 1, "the disk is gone", 2),
-        (0, gone, 2, "the disk is gone", 4),
+        (0, gone, 1, "the disk is gone", 0),
+        (0, gone, 2, "the disk is gone", 2),
+        (0, gone, 3, "the disk is gone", 4),
+        (3, all_masked, 0, "data: step 3: found no position that has a label", 2),
         (1, gone, 0, "the server is gone", 0),
         (4, lambda batches: batches[1:], 0, "data: found 1 micro-batches; allowed: 2", 3),
         (4, lambda _: [], 0, "data: found 0 micro-batches; allowed: 2", 3),
@@ -121,7 +127,8 @@ def test_data_that_fails_loses_no_step(
 ) -> None:
     """A checkpoint of the last step is written, and the resumed run ends as one that never failed.
 
-    Nothing is written if the first step has no data.
+    Nothing is written if the first step has no data, or if the first call for evaluation data
+    fails, before the first step.
     """
     file = place / "plan.toml"
     plan = Plan.load(file)
@@ -169,7 +176,7 @@ def test_the_error_of_an_evaluation_is_reported_even_if_no_checkpoint_can_be_wri
         file,
         data=drawn,
         config=config(),
-        evaluation_data=HeldOut(drawn, 1),
+        evaluation_data=HeldOut(drawn, 2),
         out=place / "run",
         device=CPU,
         progress=False,
@@ -192,17 +199,17 @@ def test_an_evaluation_without_labels_is_an_error(
     drawn = Drawn(Plan.load(file))
     batch = drawn.batch(1)
     without = batch._replace(labels=torch.full_like(batch.labels, IGNORED))
-    left = iter([batch] if used_up else [without, without, *[batch] * over_steps])
+    left = [] if used_up else [without, without, *[batch] * over_steps]
 
-    class Once:
+    class Unlabelled:
         def batches(self) -> Any:
-            return left
+            return iter(left)
 
     settings = msgspec.structs.replace(
         config(), evaluation=EvaluationSettings(every_steps=2, over_steps=over_steps)
     )
     trainer = Trainer(
-        file, data=drawn, config=settings, evaluation_data=Once(), device=CPU, progress=False
+        file, data=drawn, config=settings, evaluation_data=Unlabelled(), device=CPU, progress=False
     )
     groups = "0 groups" if used_up else "1 group"
     more = ", or a larger over_steps" if over_steps else ""
@@ -227,7 +234,7 @@ def test_evaluation_data_that_says_it_is_empty_is_evaluated(place: Path) -> None
         fitted = Trainer(
             file, None, data, config(), evaluation_data=held_out, device=CPU, progress=False
         ).fit()
-        assert held_out.calls == 2
+        assert held_out.calls == 3, "one call before the first step, and two evaluations"
         assert fitted.evaluation
         assert fitted.evaluation.number == 4
 
@@ -257,7 +264,55 @@ def test_an_iterator_that_has_ended_is_named(place: Path, ended: str) -> None:
         UserError, match=rf"^training: the {ended}: found a StopIteration: an iterator has ended; "
     ):
         trainer.fit()
-    assert trainer.saved_step == 2
+    assert trainer.saved_step == (2 if ended == "data" else None)
+
+
+def test_a_micro_batch_without_labels_is_trained_if_another_has_some(place: Path) -> None:
+    file = place / "plan.toml"
+    drawn = Drawn(Plan.load(file), 3, changed(labels=lambda labels: labels * 0 + IGNORED))
+    held_out, quiet = HeldOut(drawn), {"device": CPU, "progress": False}
+    fitted = Trainer(file, None, drawn, config(), evaluation_data=held_out, **quiet).fit()
+    assert fitted.steps == 4
+    assert fitted.loss
+
+
+@pytest.mark.parametrize(
+    ("returned", "error"),
+    [
+        (lambda batch: [[batch]], "evaluation data: micro-batch 1: found a list; allowed: Batch"),
+        (lambda batch: [batch, 7], "evaluation data: micro-batch 1: found a int; allowed: Batch"),
+        (
+            lambda batch: [batch._replace(ids=batch.ids[:, 1:])],
+            "evaluation data: micro-batch 1: ids",
+        ),
+        (
+            lambda _: None,
+            r"evaluation data: found a NoneType from batches\(\); allowed: an iterable",
+        ),
+        (lambda _: [], "evaluation data: found 0 groups of micro-batches, without a position"),
+        (None, "evaluation data: found the same iterator from two calls"),
+    ],
+)
+def test_a_mistake_in_evaluation_data_costs_no_step(
+    place: Path, returned: Callable[[Batch], Any] | None, error: str
+) -> None:
+    file = place / "plan.toml"
+    drawn = Drawn(Plan.load(file))
+    left = iter([drawn.batch(1)] * 9)
+    held_out = HeldOut(drawn)
+    held_out.batches = lambda: returned(drawn.batch(1)) if returned else left  # type: ignore[method-assign,assignment,return-value]
+    trainer = Trainer(
+        file,
+        data=drawn,
+        config=config(),
+        evaluation_data=held_out,
+        out=place / "run",
+        device=CPU,
+        progress=False,
+    )
+    with pytest.raises(UserError, match=f"^{error}"):
+        trainer.fit()
+    assert trainer.saved_step is None
 
 
 def test_a_step_that_is_saved_already_is_not_saved_again(
