@@ -419,7 +419,7 @@ class Executor:
             skipped = self._layers_not_updated()
             if skipped or not all(value is None or math.isfinite(value) for value in (loss, norm)):
                 # A policy from a file may defer an update that is clipped by layer.
-                self._changed = bool(skipped) if self._flush else not self._update_was_stopped()
+                self._changed = self._changed or bool(skipped)
                 where = f", layers not updated: {', '.join(skipped)}" if skipped else ""
                 raise FloatingPointError(
                     f"step {number}: loss {loss}, gradient norm {norm}{where}: not finite; lower"
@@ -699,19 +699,6 @@ class Executor:
             ]
         )
         return [layer for layer, bad in zip(stack, factors.isnan().tolist(), strict=True) if bad]
-
-    def _update_was_stopped(self) -> bool:
-        """Returns whether all clipping factors are NaN, so that no update changed anything."""
-        factors = [
-            self._arenas.flat(
-                op.writes[0],
-                torch.float32,
-                len(self.plan.model.stack[op.layer].tensors) if self._clipping in BY_TENSOR else 1,
-            )
-            for op in self.schedule.ops
-            if op.kind == "clip"
-        ]
-        return bool(factors) and all(bool(values.isnan().all()) for values in factors)
 
     def _values(self, data: DataClass, key: str, count: int = 1) -> torch.Tensor:
         """Returns the first `count` fp32 values of the persistent buffer for `data` and `key`,

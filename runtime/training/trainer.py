@@ -909,7 +909,8 @@ class Trainer(TrainingRun):
     def _kept_if_it_fails(self, run: RunState | None, what: str) -> Iterator[None]:
         """Writes the checkpoint `run` if code of the user or a step fails in the block, so that no
         finished step is lost. `what` is this code in words. None means that there is no new step to
-        save. The checkpoint is not written if the weights are no longer those after `run.step`.
+        save. The checkpoint is not written if the weights are no longer those after `run.step`, or
+        if a loss or norm is not finite.
 
         Raises UserError in place of a StopIteration, which has no text.
 
@@ -920,6 +921,10 @@ class Trainer(TrainingRun):
             yield
         except Exception as failure:
             checkpoints = self._checkpoints if self._ranks is None else None
+            if isinstance(failure, FloatingPointError):
+                # From this step, a resume would come to the same loss. An older one may be better,
+                # and saving could remove it.
+                checkpoints = None
             if checkpoints and run is not None and self.saved_step != run.step:
                 try:
                     if not self.executor.intact:

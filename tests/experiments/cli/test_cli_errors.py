@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from megatrain.experiments.cli import file_arguments
 from megatrain.experiments.run_report import pictures
 from megatrain.runtime.files import model_files
-from megatrain.runtime.training import run_folder
+from megatrain.runtime.training.metrics_file import MetricsFile
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.schedule.plan import Plan
@@ -895,8 +895,13 @@ def test_a_plan_made_from_a_config_needs_the_folder_with_the_weights(
 
 def metrics_are_full(patched: pytest.MonkeyPatch) -> None:
     """Makes writing the first line of the metrics fail, after the first step."""
-    append = run_folder.append
-    patched.setattr(run_folder, "append", lambda _, row: append(Path("/dev/full"), row))
+    append = MetricsFile.append
+
+    def full(self: MetricsFile, row: dict[str, object]) -> None:
+        self.path = Path("/dev/full")
+        append(self, row)
+
+    patched.setattr(MetricsFile, "append", full)
 
 
 def picture_is_full(patched: pytest.MonkeyPatch) -> None:

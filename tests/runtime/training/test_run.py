@@ -365,27 +365,14 @@ def test_weights_come_from_the_folder_unless_random_ones_are_asked_for(
 
 @pytest.mark.parametrize(
     ("done", "left"),
-    [
-        (0, []),
-        (
-            1,
-            [
-                "checkpoints",
-                "config.toml",
-                "data.json",
-                "environment.json",
-                "metrics.jsonl",
-                "plan.toml",
-            ],
-        ),
-    ],
+    [(0, []), (1, ["config.toml", "data.json", "environment.json", "metrics.jsonl", "plan.toml"])],
 )
 def test_a_run_that_fails_in_its_first_step_leaves_nothing(
     place: Path, prepare: Any, monkeypatch: pytest.MonkeyPatch, done: int, left: list[str]
 ) -> None:
     """A run that fails in its first step leaves no file.
 
-    A run that fails later keeps its config, environment, metrics and plan, and a checkpoint.
+    A run that fails later keeps its config, environment, metrics and plan.
     """
     step = Executor.step
 
