@@ -101,28 +101,38 @@ def _next(commands: Sequence[tuple[list[str], str]], width: int) -> list[str]:
 
 def heading(verdict: Verdict, width: int) -> list[str]:
     """Returns the answer, YES or NO, and for a NO its reason. If several GPUs were asked for, it is
-    the answer for them, and the one for a single GPU follows in words.
+    the answer for them, and a sentence with the one for a single GPU follows.
     """
-    one, several = answer(verdict, where(verdict)), verdict.multi_gpu
+    several = verdict.multi_gpu
     if several is None:
-        return labelled("YES" if verdict.feasible else "NO", one, width)
-    place = f"On {several.gpus} GPUs"
-    if several.hosts > 1:
-        place += f" of {several.hosts} hosts"
-    if several.refused:
-        found = f"{place} it cannot be trained (the reason is below)"
-    elif several.feasible:
-        found = f"{place} it fits: {layout.speed(several.tokens_per_second)} tokens/s"
-    else:
-        found = f"{place} it does not fit"
+        return labelled("YES" if verdict.feasible else "NO", answer(verdict, where(verdict)), width)
     fits = several.feasible and not several.refused
-    return labelled("YES" if fits else "NO", f"{found}. On one GPU: {one}", width)
+    if fits:
+        said = f"fits on {several.gpus} GPUs"
+        speed = f": {layout.speed(several.tokens_per_second)} tokens/s"
+    else:
+        verb = "cannot be shared by" if several.refused else "does not fit on"
+        said, speed = f"{verb} {several.gpus} GPUs", ""
+    hosts = f" of {several.hosts} hosts" if several.hosts > 1 else ""
+    one = answer(verdict, where(verdict), subject="It")
+    return labelled("YES" if fits else "NO", f"{_job(verdict)} {said}{hosts}{speed}. {one}", width)
 
 
-def answer(verdict: Verdict, place: str) -> str:
+def answer(verdict: Verdict, place: str, subject: str = "") -> str:
     """Returns a sentence that says whether the model fits on `place`, a machine with its memory,
-    and if not, a second one that says what is lacking.
+    and if not, a second one that says what is lacking. The sentence begins with `subject`, or with
+    the name of the model and what is done with it.
     """
+    subject, work = subject or _job(verdict), verdict.workload
+    if verdict.feasible:
+        condition = f", if {verdict.fits_if}" if verdict.fits_if else ""
+        return f"{subject} fits on {place}{condition}."
+    rows = f"{work.batch:,} x {work.sequence:,} tokens a micro-batch"
+    return f"{subject} does not fit on {place}. With {rows} it {_shortage(verdict)}."
+
+
+def _job(verdict: Verdict) -> str:
+    """Returns the name of the model and what is done with it, such as `Full fine-tuning of M`."""
     parameters = layout.count(verdict.parameters)
     active = (
         f", {layout.count(verdict.active_parameters)} active"
@@ -134,12 +144,7 @@ def answer(verdict: Verdict, place: str) -> str:
     state = "" if work.state == EXACT else f" with {FORMATS[work.state].what} ({work.state})"
     joined = "and" if state else "with"
     stored = "" if work.gradients == "exact" else f" {joined} gradients stored in 8 bits"
-    what = f"Full fine-tuning of {verdict.model} ({parameters}{active}){optimizer}{state}{stored}"
-    if verdict.feasible:
-        condition = f", if {verdict.fits_if}" if verdict.fits_if else ""
-        return f"{what} fits on {place}{condition}."
-    rows = f"{work.batch:,} x {work.sequence:,} tokens a micro-batch"
-    return f"{what} does not fit on {place}. With {rows} it {_shortage(verdict)}."
+    return f"Full fine-tuning of {verdict.model} ({parameters}{active}){optimizer}{state}{stored}"
 
 
 def where(verdict: Verdict, assumed: str = "assumed free; give yours by --host-memory") -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -200,29 +201,30 @@ def test_if_no_format_fits_the_gpus_the_plan_is_refused_for_its_memory(
 
 
 @pytest.mark.parametrize(
-    ("words", "status", "start"),
+    ("words", "status", "first", "second"),
     [
-        (
-            (*ROWS, *limits("5GiB", "16GiB")),
-            0,
-            "YES On 4 GPUs it fits: {speed} tokens/s. On one GPU",
-        ),
-        (limits("1GiB", "0.5GiB"), 3, "NO On 4 GPUs it does not fit. On one GPU"),
+        ((*ROWS, *limits("5GiB", "16GiB")), 0, "fits on 4 GPUs: {speed} tokens/s", "fits"),
+        (limits("1GiB", "0.5GiB"), 3, "does not fit on 4 GPUs", "does not fit"),
         (
             (*ROWS, *limits("5GiB", "16GiB"), "--optimizer", "muon"),
             3,
-            "NO On 4 GPUs it cannot be trained (the reason is below). On one GPU",
+            "with optimizer muon cannot be shared by 4 GPUs",
+            "fits",
         ),
     ],
     ids=["fits", "too little memory", "refused"],
 )
 def test_the_first_line_answers_for_all_gpus(
-    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], status: int, start: str
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], status: int, first: str, second: str
 ) -> None:
     command = ("check", *MODEL, *words, "--gpus", "4")
     ended = cli.main([*command, "--json"])
     speed = json.loads(capsys.readouterr().out)["multi_gpu"]["tokens_per_second"]
-    assert cli.main(list(command)) == ended
+    assert cli.main(list(command)) == ended == status
     printed = " ".join(capsys.readouterr().out.split())
-    assert printed.startswith(start.format(speed=layout.speed(speed)))
-    assert ended == status
+    answer = "NO" if status else "YES"
+    found = re.match(
+        rf"{answer} Full fine-tuning of [^()]*\([^()]*\)[^()]*? (.*?)\. It (.*?) on ", printed
+    )
+    assert found
+    assert found.groups() == (first.format(speed=layout.speed(speed)), second)
