@@ -102,13 +102,14 @@ def measure_contention(
     pairs = [
         lanes for lanes in itertools.combinations(work, 2) if not set(lanes) <= DRAM_LANES.keys()
     ]
-    whole, spreads = typical([measure_shares(work, pairs, threads, device), *of_dram])
+    moments = [measure_shares(work, pairs, threads, device), *of_dram]
+    whole, spreads = typical(moments)
     turns, spreads_of_turns = (
         _measure_interleaving(functional_layers, arenas, layer, work["compute"], threads, device)
         if device.type == "cuda"
         else (None, {})
     )
-    return Contention(kept(whole, spreads), turns, spreads | spreads_of_turns)
+    return Contention(kept(whole, within_moments(moments)), turns, spreads | spreads_of_turns)
 
 
 def measure_shares(
@@ -176,13 +177,24 @@ def typical(moments: Sequence[Shares]) -> tuple[dict[tuple[str, str], float], di
     )
 
 
+def within_moments(moments: Sequence[Shares]) -> dict[str, float]:
+    """Returns the median, over the moments, of the spread of the parts of a window, with the keys
+    of `Contention.spread`. How far the moments differ does not count.
+    """
+    found: dict[str, list[float]] = {}
+    for moment in moments:
+        for (lane, others), (_, *parts) in moment.items():
+            found.setdefault(f"contention.{lane}.{others}", []).append(spread(parts))
+    return {key: statistics.median(spreads) for key, spreads in found.items()}
+
+
 def kept(
     whole: Mapping[tuple[str, str], float], spreads: Mapping[str, float]
 ) -> dict[str, dict[str, float]]:
     """Returns the shares `whole` as `Contention.kept`, from 0.01 to 1.
 
-    A share that is less than two standard errors below 1 is set to 1. `spreads` has the keys of
-    `Contention.spread`.
+    A share that is less than two standard errors below 1 is set to 1. `spreads` are those of the
+    parts of one window (`within_moments`).
     """
     by_lane: dict[str, dict[str, float]] = {}
     for (lane, others), share in whole.items():
@@ -227,7 +239,7 @@ def run_together(
 ) -> dict[str, LaneRates]:
     """Runs the work of all lanes together, and returns the rates of each lane.
 
-    No work is left on the device when this function returns, so its memory may be freed. Work
+    No work is left on the device when this function ends, so its memory may be freed. Work
     counts from the time at which all lanes run until the first of them stops. If the work of a
     lane raises an exception, all lanes are stopped and the exception is raised here. A lane with a
     count runs all of its units even then, because other processes may wait for them.
@@ -260,6 +272,13 @@ def run_together(
         if stream is not None:
             torch.cuda.set_device(stream.device)  # a new thread has no CUDA context
             torch.cuda.set_stream(stream)
+        try:
+            enqueue(lane, stream)
+        finally:
+            if stream is not None:
+                stream.synchronize()
+
+    def enqueue(lane: str, stream: torch.cuda.Stream | None) -> None:
         begun: deque[torch.cuda.Event] = deque()
         if lane in fixed:
             ready.wait()
@@ -272,8 +291,6 @@ def run_together(
                 if len(begun) > _AHEAD:
                     begun.popleft().synchronize()
             ended[lane].append(time.perf_counter())
-        if stream is not None:
-            stream.synchronize()
 
     def wait(enough: Callable[[], bool]) -> None:
         while not stop.is_set() and not enough():

@@ -89,6 +89,8 @@ class LinkBench:
         )
         own_threads = torch.get_num_threads()
         try:
+            for name in itertools.chain(*COPIES.values()):
+                arenas.flat(name, torch.uint8, largest).fill_(7)
             torch.set_num_threads(1)
             sizes = [size for size in COPY_SIZES if size <= largest]
             for kind, size in itertools.product(COPIES, sizes):

@@ -88,42 +88,35 @@ def _unlabelled(groups: int, over_steps: int) -> UserError:
     )
 
 
-def refuse_evaluation_data(held_out: EvaluationSource, executor: Executor) -> None:
-    """Raises UserError if the first micro-batches of `held_out` cannot be evaluated, if there are
-    none, or if its method `batches` returns the same iterator again. Called before the first step,
-    so that a mistake costs no step.
+def checked_batches(held_out: EvaluationSource, executor: Executor) -> Iterable[Batch]:
+    """Returns all micro-batches of `held_out`, of which the first have been checked. Called before
+    the first step, so that a mistake costs no step. The result is for the first evaluation, so no
+    micro-batch is lost if `batches` returns parts of one stream.
+
+    Raises UserError if the first micro-batches cannot be evaluated, or if there are none.
     """
-    batches = held_out.batches()
-    where, fix = "evaluation data", "return all micro-batches anew in each call of batches()"
+    batches, where = held_out.batches(), "evaluation data"
     if not isinstance(batches, Iterable):
         raise UserError(
             where,
             found=f"a {type(batches).__name__} from batches()",
             allowed="an iterable of Batch(ids, labels)",
-            fix=fix,
+            fix="return all micro-batches anew in each call of batches()",
         )
-    if isinstance(batches, Iterator) and held_out.batches() is batches:
-        raise UserError(
-            where,
-            found="the same iterator from two calls of batches(), which has ended after the first"
-            " evaluation",
-            allowed="a new one in each call",
-            fix=fix,
-        )
-    plan = executor.plan
-    first = list(itertools.islice(batches, plan.workload.accumulation))
+    left, planned = iter(batches), executor.plan.micro_batches
+    first = list(itertools.islice(left, planned))
     if not first:
         raise _unlabelled(0, 0)
-    for batch in first:
-        try:
-            executor.check([batch] * plan.micro_batches)
-        except UserError as error:
-            raise UserError(
-                error.where.replace("data", where, 1),
-                found=error.found,
-                allowed=error.allowed,
-                fix=error.fix,
-            ) from None
+    try:
+        executor.check(first + first[-1:] * (planned - len(first)))
+    except UserError as error:
+        raise UserError(
+            error.where.replace("data", where, 1),
+            found=error.found,
+            allowed=error.allowed,
+            fix=error.fix,
+        ) from None
+    return itertools.chain(first, left)
 
 
 def same_batches(batches: Iterable[Batch], accumulation: int, ranks: Ranks) -> Iterator[Batch]:

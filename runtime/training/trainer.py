@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -46,12 +46,7 @@ from megatrain.runtime.ranks import Ranks, identity
 from megatrain.runtime.training.callback import Callback, CallbackError, EvaluationResult, Step
 from megatrain.runtime.training.callbacks import Callbacks, refuse_callbacks
 from megatrain.runtime.training.config import Config, checked, with_data
-from megatrain.runtime.training.evaluating import (
-    SAME_DATA,
-    evaluate,
-    refuse_evaluation_data,
-    same_batches,
-)
+from megatrain.runtime.training.evaluating import SAME_DATA, checked_batches, evaluate, same_batches
 from megatrain.runtime.training.from_data import with_counted_steps, with_document_length
 from megatrain.runtime.training.interruption import Interruption
 from megatrain.runtime.training.notes import (
@@ -271,6 +266,8 @@ class Trainer(TrainingRun):
         self.timelines: list[Timeline] = []
         self.saved_step: int | None = None
         self._not_saved: CheckpointError | None = None
+        self._checked: Iterable[Batch] | None = None
+        """The micro-batches of the first evaluation, if the first of them have been checked."""
         self._next: _Execution | None = None
         """The plan to continue under after the current step, or None."""
         self._former: _Execution | None = None
@@ -612,7 +609,7 @@ class Trainer(TrainingRun):
         loss, evaluation = None, None
         if self._evaluation_data is not None:
             with self._kept_if_it_fails(None, "the evaluation"):
-                refuse_evaluation_data(self._evaluation_data, self.executor)
+                self._checked = checked_batches(self._evaluation_data, self.executor)
         if self._evaluation_pending and held_out is not None:
             with self._kept_if_it_fails(None, "the evaluation"):
                 evaluation = self._evaluate(held_out, number, interruption)
@@ -869,7 +866,8 @@ class Trainer(TrainingRun):
         Returns None if a signal interrupted the evaluation. With several ranks, raises UserError on
         all of them if their micro-batches differ.
         """
-        batches = held_out.batches()
+        batches = held_out.batches() if self._checked is None else self._checked
+        self._checked = None
         if self._ranks is not None:
             batches = same_batches(batches, self.plan.workload.accumulation, self._ranks)
         return evaluate(
@@ -885,7 +883,7 @@ class Trainer(TrainingRun):
         of the user. The loss would be 0, which looks perfect. Rows from files may be parts of a
         long prompt, so they are not refused. With several ranks, another rank may have labels.
         """
-        own = self._data is not None and not isinstance(self._data, Path | str)
+        own = self._data is not None and not isinstance(self._data, Path | str | Corpus)
         if (
             own
             and self._ranks is None

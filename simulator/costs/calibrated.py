@@ -555,7 +555,8 @@ class Calibrated(ContendedCosts):
         several, with the nearest sequence length. `points` have the same packing as `op.shape`.
 
         With fewer tokens than were measured, the part of the time that does not depend on the
-        tokens (`fixed_ns`) is kept.
+        tokens (`fixed_ns`) is kept. In a layer with a loop over the chunks of a row, it is shorter
+        in shorter rows.
         """
         sheet = self._datasheet
         assert sheet
@@ -573,7 +574,10 @@ class Calibrated(ContendedCosts):
         )
         duration = sheet.scaled(op, measured, nearest.duration_ns)
         if tokens < nearest.tokens:
-            duration += fixed_ns(points, nearest) * (1 - tokens / nearest.tokens)
+            fixed = fixed_ns(points, nearest)
+            if sheet.calls_ns(op.kind, op.layer):  # a loop over the chunks of a row
+                fixed *= min(sequence / nearest.sequence, 1)
+            duration += fixed * (1 - tokens / nearest.tokens)
         return max(math.ceil(duration), 1)
 
     def activations_bytes(self, model: ModelSpec, workload: Workload) -> int | None:

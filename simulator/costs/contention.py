@@ -103,7 +103,7 @@ class ContentionModel:
             high_priority: whether schedules have ops of high priority.
             product_ns: the time of the longest matrix product of a layer, or 0 if it is unknown.
                 Kernels of other lanes wait for a part of it (`_SHARE`), and as long as `turns`
-                says if it is unknown.
+                says if it is unknown. Collectives wait at least as long.
             several: what was measured of compute beside collectives. It replaces `turns` and the
                 constants for collectives.
         """
@@ -199,6 +199,8 @@ class ContentionModel:
             return int(lane == "compute" and self._several is not None)
         if lane != "compute":
             wait = _SHARE.get(kind, _USUAL) * self._product_ns or self._turns.wait_ns
+            if lane == "exchange":  # measured only beside long products
+                wait = max(wait, self._turns.wait_ns)
             return self._beside(duration_ns, kernels * wait)
         loss = self._turns.backward_loss if kind == "backward" else self._turns.forward_loss
         return max(round(PARTS * loss), 1)  # other lanes wait even if compute loses nothing

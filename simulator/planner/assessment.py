@@ -226,7 +226,8 @@ def activations_bytes(plan: Plan, costs: CostModel) -> int:
 
 def layer_activations(plan: Plan, costs: CostModel) -> Mapping[str, int]:
     """Returns decoder layer -> the bytes of its saved activations for one micro-batch: those of the
-    largest layer (`activations_bytes`), in proportion to the estimates of both layers.
+    largest layer (`activations_bytes`), in proportion to the estimates of both layers. If its own
+    estimate is larger, it is used, because the largest layer's may be too large.
     """
     return _in_proportion(plan.model, plan.workload, activations_bytes(plan, costs))
 
@@ -235,7 +236,10 @@ def layer_activations(plan: Plan, costs: CostModel) -> Mapping[str, int]:
 def _in_proportion(model: ModelSpec, workload: Workload, largest: int) -> Mapping[str, int]:
     estimates = activation_estimates(model, workload)
     most = max(estimates.values())
-    return {layer: -(-largest * size // most) for layer, size in estimates.items()}
+    return {
+        layer: max(-(-largest * size // most), min(size, largest))
+        for layer, size in estimates.items()
+    }
 
 
 def slot_bytes(plan: Plan, sizes: Mapping[str, int]) -> dict[DataClass, int]:

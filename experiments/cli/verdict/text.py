@@ -113,6 +113,8 @@ def heading(verdict: Verdict, width: int) -> list[str]:
     else:
         verb = "cannot be shared by" if several.refused else "does not fit on"
         said, speed = f"{verb} {several.gpus} GPUs", ""
+        if not several.refused:
+            speed = f": the nearest plan needs {_needs(verdict, several)}"
     hosts = f" of {several.hosts} hosts" if several.hosts > 1 else ""
     one = answer(verdict, where(verdict), subject="It")
     return labelled("YES" if fits else "NO", f"{_job(verdict)} {said}{hosts}{speed}. {one}", width)

@@ -135,6 +135,19 @@ def test_a_share_is_the_median_of_all_moments_and_its_spread_that_of_all_parts()
     }
 
 
+def test_a_slowdown_that_differs_between_moments_is_kept() -> None:
+    """At each moment it is clear. How far the moments differ says nothing about its existence."""
+    moments: list[contention.Shares] = [
+        {("h2d", "cpu"): (share, *[share - 0.01, share + 0.01] * 4)}
+        for share in (0.75, 0.98, 0.80, 0.99)
+    ]
+    whole, spreads = contention.typical(moments)
+    within = contention.within_moments(moments)
+    assert spreads["contention.h2d.cpu"] > 0.2 > 0.03 > within["contention.h2d.cpu"]
+    assert contention.kept(whole, within) == {"h2d": {"cpu": 0.89}}
+    assert contention.kept(whole, spreads) == {"h2d": {"cpu": 1.0}}
+
+
 def test_turns_are_the_wait_of_an_update_and_the_loss_of_compute() -> None:
     """The wait of an update and the loss of compute are derived from their rates alone and
     together. Forwards take 10 ms, and forward with backward 30 ms. Updates of 1 and 4 ms each wait

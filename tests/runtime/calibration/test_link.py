@@ -80,6 +80,9 @@ def test_the_result_is_the_median_of_all_moments(monkeypatch: pytest.MonkeyPatch
             moment[0] = next(slow)
             measured.append((torch.get_num_threads(), host_memory))
 
+        def flat(self, *_: object) -> torch.Tensor:
+            return torch.empty(0, dtype=torch.uint8)
+
         def close(self) -> None:
             moment[0] = 0
 
@@ -94,7 +97,11 @@ def test_the_result_is_the_median_of_all_moments(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(module, "copy_work", lambda *_: dict.fromkeys(("h2d", "d2h")))
     monkeypatch.setattr(module, "measure_shares", shares)
     monkeypatch.setattr(module, "_time_copies", lambda *given: [moment[0] * given[3] // 2**10] * 2)
-    monkeypatch.setattr(module, "_time_duplex", lambda _, size, *__: (moment[0] * size / 512,) * 3)
+    monkeypatch.setattr(
+        module,
+        "_time_duplex",
+        lambda _, size, *__: tuple(moment[0] * size / 512 * part for part in (1, 0.5, 2)),
+    )
     memory, threads = ReusablePinnedPool(registered=False), torch.get_num_threads()
     bench = module.LinkBench(gpu, dict.fromkeys(LANES, 1), lambda: None, memory)
     for _ in range(3):
@@ -113,7 +120,7 @@ def test_the_result_is_the_median_of_all_moments(monkeypatch: pytest.MonkeyPatch
         [f"{kind} {size}" for kind in found.copies for size in (2**16, 2**20, 2**22)],
         spread([1, 1, 4, 4, 1, 1]),
     ) | dict.fromkeys(
-        [f"duplex_curve {size}" for size in (2**20, 2**22)], spread([1, 1, 4, 4, 1, 1])
+        [f"duplex_curve {size}" for size in (2**20, 2**22)], spread([0.5, 2, 2, 8, 0.5, 2])
     )
 
 

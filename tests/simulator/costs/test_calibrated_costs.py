@@ -852,6 +852,18 @@ def test_a_layer_with_few_tokens_keeps_the_time_that_does_not_depend_on_them(
     costs = cost_model(hardware, model, work)
     assert costs.duration_ns(op) / 1e6 == pytest.approx(milliseconds, rel=0.005)
     assert costs.extrapolated(op)
+    many = Workload(batch=128, sequence=1024, loss_chunk=2048, compiled=True)
+    flops = op_work(model, kind, layer.name, many).flops
+    more = Op(id=op.id, lane="compute", flops=flops, shape=f"{layer.signature}/{many.shape}")
+    (_, longest), rows = (
+        max(
+            point
+            for shape, point in hardware.costs.compute[kind].items()  # type: ignore[union-attr]
+            if shape.startswith(f"{layer.signature}/64x1024")
+        ),
+        2,
+    )
+    assert cost_model(hardware, model, many).duration_ns(more) == pytest.approx(rows * longest)
 
 
 def test_the_fixed_part_of_a_time_is_on_the_line_to_more_tokens() -> None:
