@@ -292,6 +292,18 @@ def test_a_deferred_update_that_leaves_out_layers_is_undefined(
         assert not running.executor.intact
 
 
+def test_a_step_that_leaves_out_layers_may_have_changed_the_state(
+    executable: Callable[..., Plan], session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the plan defers updates, as a policy from a file may with clipping by layer."""
+    with session(executable("overlapped", layers=3, clipping="global")) as running:
+        running.step(1)
+        monkeypatch.setattr(running.executor, "_layers_not_updated", lambda: ["1"])
+        with pytest.raises(FloatingPointError, match="layers not updated: 1"):
+            running.step(2)
+        assert not running.executor.intact
+
+
 @pytest.mark.parametrize("policy", ["overlapped", "k_buffer"])
 def test_a_device_that_has_failed_leaves_the_state_undefined(
     executable: Callable[..., Plan],
