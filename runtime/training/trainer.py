@@ -713,7 +713,9 @@ class Trainer(TrainingRun):
             self.executor.check(batches)
             self._refuse_unlabelled(batches, number)
         try:
-            with self._kept_if_it_fails(before, "the step"):
+            # After a loss that is not finite, a resume would come to the same loss. An older
+            # checkpoint may be better, and saving could remove it.
+            with self._kept_if_it_fails(before, "the step", unless=FloatingPointError):
                 result = self.executor.step(batches, rate=rate, number=number)
         except FloatingPointError:
             if number == self.first_step:
@@ -904,11 +906,13 @@ class Trainer(TrainingRun):
             self._callbacks.notify(event, self, result)
 
     @contextlib.contextmanager
-    def _kept_if_it_fails(self, run: RunState | None, what: str) -> Iterator[None]:
+    def _kept_if_it_fails(
+        self, run: RunState | None, what: str, unless: type[Exception] | tuple[()] = ()
+    ) -> Iterator[None]:
         """Writes the checkpoint `run` if code of the user or a step fails in the block, so that no
         finished step is lost. `what` is this code in words. None means that there is no new step to
         save. The checkpoint is not written if the weights are no longer those after `run.step`, or
-        if a loss or norm is not finite.
+        after an error of the type `unless`.
 
         Raises UserError in place of a StopIteration, which has no text.
 
@@ -918,11 +922,8 @@ class Trainer(TrainingRun):
         try:
             yield
         except Exception as failure:
-            checkpoints = self._checkpoints if self._ranks is None else None
-            if isinstance(failure, FloatingPointError):
-                # From this step, a resume would come to the same loss. An older one may be better,
-                # and saving could remove it.
-                checkpoints = None
+            saves = self._ranks is None and not isinstance(failure, unless)
+            checkpoints = self._checkpoints if saves else None
             if checkpoints and run is not None and self.saved_step != run.step:
                 try:
                     if not self.executor.intact:

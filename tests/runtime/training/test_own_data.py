@@ -92,6 +92,11 @@ def changed(**change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[list[
     return spoil
 
 
+def divided(_: object) -> None:
+    """What data may do with NumPy. It says nothing about the weights."""
+    raise FloatingPointError("divide by zero")
+
+
 def all_masked(batches: list[Batch]) -> list[Batch]:
     return [each._replace(labels=torch.full_like(each.labels, IGNORED)) for each in batches]
 
@@ -104,6 +109,7 @@ def all_masked(batches: list[Batch]) -> list[Batch]:
         (0, gone, 2, "the disk is gone", 4),
         (3, all_masked, 0, "data: step 3: found no position that has a label", 2),
         (1, gone, 0, "the server is gone", 0),
+        (4, divided, 0, "divide by zero", 3),
         (4, lambda batches: batches[1:], 0, "data: found 1 micro-batches; allowed: 2", 3),
         (4, lambda _: [], 0, "data: found 0 micro-batches; allowed: 2", 3),
         (4, lambda _: None, 0, "data: micro-batches: found a NoneType; allowed: a list", 3),
@@ -142,7 +148,7 @@ def test_data_that_fails_loses_no_step(
         out=place / "run",
         **options,
     )
-    with pytest.raises((OSError, UserError), match=error):
+    with pytest.raises((OSError, UserError, FloatingPointError), match=error):
         trainer.fit()
     assert trainer.saved_step == (kept or None)
     if not kept:
@@ -311,12 +317,12 @@ def test_the_check_of_evaluation_data_takes_no_micro_batch_from_it(place: Path) 
     ],
 )
 def test_a_mistake_in_evaluation_data_costs_no_step(
-    place: Path, returned: Callable[[Batch], Any], error: str
+    place: Path, monkeypatch: pytest.MonkeyPatch, returned: Callable[[Batch], Any], error: str
 ) -> None:
     file = place / "plan.toml"
     drawn = Drawn(Plan.load(file))
     held_out = HeldOut(drawn)
-    held_out.batches = lambda: returned(drawn.batch(1))  # type: ignore[method-assign,assignment,return-value]
+    monkeypatch.setattr(held_out, "batches", lambda: returned(drawn.batch(1)))
     trainer = Trainer(
         file,
         data=drawn,

@@ -89,6 +89,18 @@ def test_a_stop_that_is_not_the_last_event_is_not_printed_as_one(place: Path, pr
     assert not [line for line in printed_lines if "good enough" in line]
 
 
+def owe_an_evaluation(trainer: Any) -> None:
+    """Makes the checkpoint that `trainer` restores owe an evaluation."""
+    restore = trainer._restore
+
+    def owing() -> bool:
+        restored: bool = restore()
+        trainer._evaluation_pending = True
+        return restored
+
+    trainer._restore = owing
+
+
 def test_the_reason_of_a_stop_in_an_evaluation_is_printed_with_its_step(
     place: Path, prepare: Any
 ) -> None:
@@ -105,8 +117,7 @@ def test_the_reason_of_a_stop_in_an_evaluation_is_printed_with_its_step(
         printed = Progress(every_seconds=3600, write=printed_lines.append)
         trainer = prepare(place, callbacks=[printed, Stop()], resume=resume, **fields)
         if resume:
-            restore = trainer._restore
-            trainer._restore = lambda: (restore(), setattr(trainer, "_evaluation_pending", True))[0]  # noqa: B023
+            owe_an_evaluation(trainer)
         fitted = trainer.fit()
         assert (fitted.steps, fitted.stopped) == (4, "good enough")
         assert fitted.evaluation is not None

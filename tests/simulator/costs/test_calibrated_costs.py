@@ -866,6 +866,22 @@ def test_a_layer_with_few_tokens_keeps_the_time_that_does_not_depend_on_them(
     assert cost_model(hardware, model, many).duration_ns(more) == pytest.approx(rows * longest)
 
 
+def test_the_loop_of_a_short_row_is_short() -> None:
+    """Rows of 1,024 tokens were measured, with 16 chunks. A row of 64 tokens has one."""
+    folder = RESULTS / "h200-16-cores-compiled-set"
+    hardware = HardwareSpec.load(str(folder / "hardware.toml"))
+    model = suite("compiled").measured()["qwen3-next-64-experts"]
+    layer, durations = model.decoders[0], []
+    for sequence in (64, 1024):
+        work = Workload(batch=1, sequence=sequence, loss_chunk=2048, compiled=True)
+        flops = op_work(model, "backward", layer.name, work).flops
+        shape = f"{layer.signature}/{work.shape}"
+        op = Op(id="B0.m0", lane="compute", flops=flops, shape=shape)
+        durations.append(cost_model(hardware, model, work).duration_ns(op))
+    assert durations[0] < 1e6
+    assert durations[1] > 5e6
+
+
 def test_the_fixed_part_of_a_time_is_on_the_line_to_more_tokens() -> None:
     fewest = Point(100, 10, 50)
     near, other = Point(120, 10, 500), Point(200, 20, 51)

@@ -160,6 +160,7 @@ TURNS = KernelInterleaving(wait_ns=1_700_000, backward_loss=0.4)
         ("update", "norm", 2.0, 1, 1.0, 3.0),
         ("update", "update", 0.12, 1, 2.66, 1.184),
         ("update", "update", 2.0, 1, 0.0, 3.7),
+        ("exchange", "exchange_gradients", 1.3, 5, 0.1, 9.8),
     ],
 )
 def test_a_kernel_waits_for_the_matrix_product_under_way(
@@ -170,7 +171,7 @@ def test_a_kernel_waits_for_the_matrix_product_under_way(
     beside products of 6.3 ms, and those of 24 kernels 76 ms beside products of 6.6 ms
     (experiments/results/h200-x4). On one H200, updates of a chunk took 0.86 ms in the mean beside
     products of 2.66 ms (experiments/results/h200-16-cores-link). If the time of products is
-    unknown, a kernel waits as long as the machine says.
+    unknown, a kernel waits as long as the machine says. A collective waits at least as long.
     """
     sharing = ContentionModel({}, None, (), TURNS, product_ns=product_ms * 1e6)
     compute = sharing.demand("compute", 0, 1000, "backward")
