@@ -76,6 +76,7 @@ from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import (
     DOCUMENTS,
     Workload,
+    has_pieces,
     is_short,
     shortened,
     without_fp8,
@@ -88,7 +89,9 @@ from megatrain.simulator.schedule import (
     SAVED_ATTENTION_SUFFIX,
     WHOLE_SUFFIX,
     Op,
+    OpId,
     has_saved_attention,
+    saves_activations,
 )
 
 _STEADY = 1.01
@@ -149,8 +152,9 @@ class Calibrated(ContendedCosts):
         self._host_mean = statistics.fmean(table.host_factors or (1.0,))
         self.host_factors = _few(table.host_factors)
         self._known: dict[tuple[str, str, bool, int | str], tuple[int, bool]] = {}
-        """(kind, lane, whether the op adds to a buffer, size or shape) -> (duration in ns,
-        extrapolated). For ops outside of decoder layers, the kind is followed by the layer."""
+        """(kind, lane, whether the op adds to a buffer or saves activations, size or shape) ->
+        (duration in ns, extrapolated). For ops outside of decoder layers, the kind is followed by
+        the layer."""
         self._others: dict[Workload, tuple[Datasheet, Calibrated]] = {}
         """Other workloads from whose ops durations are derived -> their cost models, without and
         with measurements."""
@@ -205,8 +209,9 @@ class Calibrated(ContendedCosts):
             known = kind in EXCHANGE_KINDS and self._datasheet.several is not None
             return self._datasheet.duration_ns(op), not known
         size = op.shape or (op.bytes if kind in COPY_KINDS else op.parameters)
+        saves = kind == "forward" and saves_activations(op.writes)
         key = (
-            (kind, op.lane, op.adds, size)
+            (kind, op.lane, op.adds or saves, size)
             if op.layer.isdigit()
             else (f"{kind} {op.layer}", op.lane, op.adds, size)
         )
@@ -216,6 +221,8 @@ class Calibrated(ContendedCosts):
             elif self._datasheet is not None and self._is_of_other_layers(op):
                 duration = self._datasheet.duration_ns(op) + self._summing_ns(op)
                 self._known[key] = max(duration, 0), True
+            elif saves:
+                self._known[key] = self._saving(op)
             elif (plain := without_rebuilding(size)) != size:
                 self._known[key] = self._rebuilding(op, plain)
             elif (other := self._other_products(kind, size)) is not None:
@@ -341,6 +348,26 @@ class Calibrated(ContendedCosts):
             if sheet is None
             else (math.ceil(sheet.share(op, saving, sheet) * duration), beyond)
         )
+
+    def _saving(self, op: Op) -> tuple[int, bool]:
+        """Returns (duration in ns, extrapolated) of `op`, a forward pass that saves activations.
+
+        It computes the same as a recompute of the whole layer. In a compiled layer with experts,
+        both take longer than a forward pass that saves nothing (docs/lab_notes.md, "Forward passes
+        that save"). So such a layer takes the time of the recompute, if that was measured and is
+        longer. In other layers the difference is no larger than that between machines.
+        """
+        found = self._look_up(msgspec.structs.replace(op, writes=()))
+        packings = op.shape, _other_packing(op.shape)
+        if (
+            self._datasheet is None
+            or not self._datasheet.model.stack[op.layer].experts
+            or has_pieces(op.shape)
+            or not any(self._has("recompute", each) for each in packings)
+        ):
+            return found
+        recompute = str(OpId("recompute", op.layer, micro=0))
+        return max(found, self._look_up(msgspec.structs.replace(op, id=recompute, writes=())))
 
     def _changed(self, op: Op, shape: str, **changes: Any) -> tuple[int, bool]:
         """Returns (duration in ns, extrapolated) of `op`, derived from the duration of `shape`, the

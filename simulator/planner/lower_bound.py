@@ -34,7 +34,7 @@ from megatrain.simulator.costs.protocol import ContendedCosts
 from megatrain.simulator.model.layer import ALIGNMENT, DTYPE_BYTES, EMBEDDING
 from megatrain.simulator.planner.assessment import without_unused_inputs
 from megatrain.simulator.policies.building.training_step import update_flops
-from megatrain.simulator.schedule import Op
+from megatrain.simulator.schedule import SAVED_ACTIVATIONS, Op
 from megatrain.simulator.schedule.arithmetic import (
     STATE,
     UPDATED,
@@ -70,7 +70,7 @@ class LowerBound:
         used.
         """
         self._plan, self._costs = plan, costs
-        self._known: dict[tuple[str, str, bool], int] = {}
+        self._known: dict[tuple[str, str, bool, bool], int] = {}
         self._copied: dict[tuple[object, ...], _Size] = {}
         self.update_sizes: dict[
             tuple[str | int, int, tuple[bool, ...]], tuple[_Size | None, _Size, _Size | None]
@@ -112,27 +112,29 @@ class LowerBound:
         saved, saved_attention = plan.placed("saved_activations"), plan.placed("saved_attention")
         total = sum(self.duration_ns(kind, "") for kind in ("embed", "head", "embed_backward"))
         for layer in self._plan.model.decoders:
-            total += self.duration_ns("forward", layer.name) + self.duration_ns(
-                "backward", layer.name
-            )
-            if layer.name not in saved:
+            saves = layer.name in saved
+            total += self.duration_ns("forward", layer.name, saves=saves)
+            total += self.duration_ns("backward", layer.name)
+            if not saves:
                 kept = layer.name in saved_attention
                 total += self.duration_ns("recompute", layer.name, kept=kept)
         return total
 
-    def duration_ns(self, kind: str, layer: str, *, kept: bool = False) -> int:
+    def duration_ns(self, kind: str, layer: str, *, kept: bool = False, saves: bool = False) -> int:
         """Returns the duration of a compute op in ns. Results are cached by layer signature.
 
         Args:
             kind: `embed`, `forward`, `head`, `recompute`, `backward` or `embed_backward`.
             layer: Name of the decoder layer. Empty for the other kinds.
             kept: Whether the attention output is saved, so that recompute skips attention.
+            saves: Whether a forward pass saves the layer's activations.
         """
-        key = kind, self._signatures[layer], kept
+        key = kind, self._signatures[layer], kept, saves
         if key not in self._known:
             op = Op(
                 id=f"{_CODES[kind]}{layer}.m0",
                 lane="compute",
+                writes=(SAVED_ACTIVATIONS,) if saves else (),
                 **cost_keys(self._plan, kind, layer, kept=kept),
             )
             self._known[key] = self._costs.duration_ns(op)
@@ -303,7 +305,8 @@ class _EarliestTimes:
                 # All inputs but the first follow the copies that the layer's weights need.
                 for left in reversed(range(self.group - 1)):
                     self._store(self.inputs[1], 0.0 if left else computed)
-            self.compute += self.group * bounds.duration_ns("forward", layer.name)
+            saves = layer.name in self.saved_layers
+            self.compute += self.group * bounds.duration_ns("forward", layer.name, saves=saves)
         self._wait_for_weights(head)
         self._gradient(head, self.group * bounds.duration_ns("head", ""))
 

@@ -60,7 +60,8 @@ The `bytes` of these four kinds count what the op reads and writes.
 
 Rules:
 
-* A forward that also writes saved activations saves them for its backward.
+* A forward that also writes saved activations, in `device.saved_activations`, saves them for its
+  backward.
 * A forward that also writes attention, in `device.attention`, saves the layer's attention output
   and log-sum-exp. The layer's recompute then reads them and skips attention. Its backward reads
   them too. Between the forward and the recompute they may be in host memory.
@@ -79,6 +80,7 @@ from megatrain.simulator.schedule.op import (
     CODES,
     LANES,
     OFFLOADING,
+    SAVED_ACTIVATIONS,
     SAVED_ATTENTION_SUFFIX,
     WHOLE_SUFFIX,
     Op,
@@ -89,11 +91,13 @@ from megatrain.simulator.schedule.op import (
     has_saved_attention,
     is_whole,
     parse_id,
+    saves_activations,
 )
 from megatrain.simulator.schedule.schedule import Schedule, Sizes, restricted_to_kinds, serialized
 
 __all__ = [
     "CODES",
+    "SAVED_ACTIVATIONS",
     "SAVED_ATTENTION_SUFFIX",
     "WHOLE_SUFFIX",
     "LANES",
@@ -111,6 +115,7 @@ __all__ = [
     "is_whole",
     "parse_id",
     "restricted_to_kinds",
+    "saves_activations",
     "serialized",
     "base_buffer",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Iterable
 
 import msgspec
 
@@ -54,6 +55,8 @@ pass of a micro-batch."""
 _CODE_OF = {kind: code for code, kind in CODES.items()}
 SAVED_ATTENTION_SUFFIX = "-kept"
 """The suffix of the layer's part of `Op.shape` for a recompute that skips attention."""
+SAVED_ACTIVATIONS = "device.saved_activations"
+"""The pool of slots in which forward passes save the activations of their layers."""
 WHOLE_SUFFIX = "-whole"
 """The suffix of the layer's part of `Op.shape` for a recompute in pieces of tokens that computes
 the MLP, because the next layer reads its output. It comes before `SAVED_ATTENTION_SUFFIX`."""
@@ -91,6 +94,16 @@ def is_whole(shape: str) -> bool:
     """
     layer = shape.partition("/")[0]
     return layer.removesuffix(SAVED_ATTENTION_SUFFIX).endswith(WHOLE_SUFFIX)
+
+
+def saves_activations(writes: Iterable[str]) -> bool:
+    """Returns whether an op that writes the buffers `writes` is a forward pass that saves the
+    activations of its layer.
+
+    >>> saves_activations(["device.hidden:0", "device.saved_activations:3"])
+    True
+    """
+    return any(name.startswith(SAVED_ACTIVATIONS) for name in writes)
 
 
 class ScheduleError(ValueError):
@@ -236,8 +249,8 @@ class Op(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @property
     def size(self) -> tuple[object, ...]:
         """What the cost of the op depends on: its kind, lane, bytes, parameters, FLOPs, elements,
-        shape and priority, and whether it adds to its target. For ops of the embedding and the head
-        it includes the layer.
+        shape and priority, whether it adds to its target, and whether it saves activations. For ops
+        of the embedding and the head it includes the layer.
         """
         id = parse_id(self.id)
         return (
@@ -245,6 +258,7 @@ class Op(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "" if id.layer.isdigit() else id.layer,
             self.lane,
             self.adds,
+            saves_activations(self.writes),
             self.bytes,
             self.parameters,
             self.flops,

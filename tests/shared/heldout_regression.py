@@ -26,12 +26,21 @@ from megatrain.simulator.schedule.timeline import Timeline
 
 TOLERANCE = 0.001
 """Growth of an error that is ignored as rounding."""
-WORSE = {"qwen2.5-7b/1x1x4096/whole/best": 0.006}
-"""Row -> how much larger the error of its step may be than the stored one. This step has half of
-the tokens of the smallest calibrated workload. A layer then keeps the part of its time that does
-not depend on the tokens, which changes the error of OLMoE's step of as many tokens from -7 to -10 %
-to -1 to -5 %, and those of this step from -0.8, -2.1, -0.4 and +0.5 % to -0.5, -1.7, +0.2 and
-+1.0 %."""
+WORSE = {
+    "qwen2.5-7b/1x1x4096/whole/best": 0.006,
+    "olmoe-1b-7b/1x24x1024/24GiB/k_buffer": 0.002,
+    "olmoe-1b-7b/1x12x1024/24GiB/sequential": 0.002,
+}
+"""Row -> how much larger the error of its step may be than the stored one.
+
+* The first step has half of the tokens of the smallest calibrated workload. A layer then keeps the
+  part of its time that does not depend on the tokens. This changes the error of OLMoE's step of as
+  many tokens from -7 to -10 % to -1 to -5 %, and those of this step from -0.8, -2.1, -0.4 and
+  +0.5 % to -0.5, -1.7, +0.2 and +1.0 %.
+* The others wait for copies and updates on the host, and their layers save activations. With the
+  time that this takes in a mixture of experts, OLMoE's step of 8 x 4,096 tokens has -0.5 to -2.6 %
+  instead of -2.7 to -4.6 %.
+"""
 
 
 def moved(

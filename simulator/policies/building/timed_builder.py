@@ -12,7 +12,16 @@ from megatrain.simulator.policies.building.builder import (
     unknown_lane,
 )
 from megatrain.simulator.policies.building.latest_uses import LatestUses
-from megatrain.simulator.schedule import LANES, BufferDtype, DataClass, Op, OpId, Schedule, Sizes
+from megatrain.simulator.schedule import (
+    LANES,
+    BufferDtype,
+    DataClass,
+    Op,
+    OpId,
+    Schedule,
+    Sizes,
+    saves_activations,
+)
 from megatrain.simulator.schedule.schedule import IndexedSchedule
 
 _LANES = {lane: index for index, lane in enumerate(LANES)}
@@ -132,7 +141,9 @@ class TimedBuilder(Builder):
             if buffer in reads:
                 adds = True
                 break
-        key = (kind, "" if layer.isdigit() else layer, lane, adds, *sizes, *sizes.values())
+        # Only a forward pass saves activations, and the search for them would slow down the others.
+        saves = kind == "forward" and saves_activations(writes)
+        key = (kind, "" if layer.isdigit() else layer, lane, adds, saves, *sizes, *sizes.values())
         index = self._indices.get(key)
         if index is None:
             index = self._indices[key] = len(self._of_size)

@@ -27,7 +27,7 @@ from megatrain.simulator.model.layer import DTYPE_BYTES, EMBEDDING
 from megatrain.simulator.model.layer_memory import max_saved_bytes
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.policies.building.builder import Builder
-from megatrain.simulator.schedule import OpId
+from megatrain.simulator.schedule import SAVED_ACTIVATIONS, OpId
 from megatrain.simulator.schedule.arithmetic import SCALAR_BYTES, blocks_of, cost_keys, layer_state
 from megatrain.simulator.schedule.plan import Plan
 from megatrain.simulator.schedule.update_layout import update_layout
@@ -186,7 +186,7 @@ class _Buffers:
             knob="checkpoint_interval",
         )
         builder.slots(
-            "device.saved_activations",
+            SAVED_ACTIVATIONS,
             group * len(self.saved_layers),
             saved,
             "saved_activations",
@@ -345,7 +345,7 @@ class _Compute(_Buffers):
             )
         ]
         if index in self.saved_layers:
-            self.saved[index, micro] = self.builder.acquire("device.saved_activations")
+            self.saved[index, micro] = self.builder.acquire(SAVED_ACTIVATIONS)
             outputs.append(self.saved[index, micro])
         if index in self.attended:
             self.attention[index, micro] = self.builder.acquire("device.attention")
