@@ -165,7 +165,7 @@ def entries_of(args: argparse.Namespace) -> tuple[list[SweepEntry], list[SweepRo
     for name in dict.fromkeys(name for grid in grids for name in grid.get("optimizer", usual)):
         optimizer.find(name)
     executed = ["executed", args.steps, args.device] if args.execute else []
-    keys = Keys(base, hardware, [sources_digest(), *executed])
+    keys = Keys(base, hardware, sources_digest(), executed)
     planned = [grid for grid in grids if not (args.default_knobs or KNOBS & grid.keys())]
     given = [grid for grid in grids if grid not in planned]
     points: list[tuple[Plan, bool]] = []
@@ -257,7 +257,7 @@ def run(args: argparse.Namespace) -> int:
     )
 
     from megatrain.experiments.sweep import running
-    from megatrain.experiments.sweep.flat import ROWS, write_csv
+    from megatrain.experiments.sweep.flat import ROWS, replaced, write_csv
     from megatrain.experiments.sweep.store import Store
     from megatrain.experiments.sweep.table import point, table
     from megatrain.runtime.host import cores
@@ -312,7 +312,13 @@ def run(args: argparse.Namespace) -> int:
             running.simulate(todo, hardware, store, advance, jobs=args.jobs or cores())
         rows = [store.rows[key] for key in keys]
         write_csv(csv_path, store.rows.values())
+        outdated = replaced(store.rows.values(), rows)
     print(_what_was_planned(entries, len(impossible)))
+    if outdated:
+        print(
+            f"left {counted(outdated, 'earlier row')} out of {csv_path.name}: made with another"
+            f" simulator, or another version of {args.hardware}; {store_path.name} keeps them"
+        )
     print(table(rows, axes))
     seconds = time.perf_counter() - begun
     print(

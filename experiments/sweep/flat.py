@@ -31,8 +31,7 @@ _MAY_BE_NONE = (
 def load_sweep(folder: str | os.PathLike[str]) -> pd.DataFrame:
     """Returns the rows of the sweep in `folder` as a DataFrame with the columns of `rows.csv`.
 
-    If a plan was simulated several times, for example before and after a policy was changed, only
-    its last row is returned. Raises UserError if `folder` has no sweep.
+    Rows that later ones replace are left out (`latest`). Raises UserError if `folder` has no sweep.
     """
     import pandas as pd
 
@@ -50,16 +49,34 @@ def load_sweep(folder: str | os.PathLike[str]) -> pd.DataFrame:
 
 
 def latest(rows: Iterable[SweepRow]) -> list[SweepRow]:
-    """Returns the last row of each plan. Rows whose knobs the planner chose are of one plan if they
-    differ only in their knobs, because these are a result.
+    """Returns the last row of each plan, without rows that were made with another simulator or
+    another version of the machine's file than the last row of the same model and machine.
+
+    Rows whose knobs the planner chose are of one plan if they differ only in their knobs, because
+    these are a result. Executed and simulated rows do not replace each other.
     """
+    rows = list(rows)
+    last = {_kind(row): row.made_with for row in rows}
     found: dict[bytes, SweepRow] = {}
     for row in rows:
-        plan = (row.policy, row.workload, row.device_limit_bytes, row.host_limit_bytes)
-        knobs = None if row.planned else row.knobs
-        executed = row.predicted_seconds is not None
-        found[msgspec.msgpack.encode((row.model, row.hardware, plan, knobs, executed))] = row
+        if row.made_with == last[_kind(row)]:
+            plan = (row.policy, row.workload, row.device_limit_bytes, row.host_limit_bytes)
+            knobs = None if row.planned else row.knobs
+            found[msgspec.msgpack.encode((_kind(row), plan, knobs))] = row
     return list(found.values())
+
+
+def replaced(rows: Iterable[SweepRow], now: Iterable[SweepRow]) -> int:
+    """Returns how many of `rows` were made with another simulator or another version of the
+    machine's file than those of `now` of the same model and machine.
+    """
+    last = {_kind(row): row.made_with for row in now}
+    return sum(last.get(_kind(row), row.made_with) != row.made_with for row in rows)
+
+
+def _kind(row: SweepRow) -> tuple[str, str, bool]:
+    """Returns the model and the machine of a row, and whether it was executed."""
+    return row.model, row.hardware, row.executed
 
 
 def flat_row(row: SweepRow) -> dict[str, object]:

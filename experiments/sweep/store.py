@@ -4,7 +4,8 @@ interrupted sweep can continue.
 The key of a row is a digest of everything that decides the row: the plan, the machine, the
 simulator's sources, and the files outside the package that define the policy, the optimizer or the
 cost model. So a sweep with an edited policy is simulated again. If a key occurs twice, the later
-line counts.
+line counts. The first part of a key, up to a hyphen, depends only on the machine, its cost model
+and the simulator (`made_with`).
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class SweepRow(msgspec.Struct, frozen=True, kw_only=True):
     """The result of one plan. Sizes in bytes, times in seconds."""
 
     key: str
-    """Digest of everything that decides the row."""
+    """Digest of everything that decides the row. It is unique in a store."""
     model: str
     """The model's name."""
     hardware: str
@@ -116,6 +117,18 @@ class SweepRow(msgspec.Struct, frozen=True, kw_only=True):
     """For an execution, the peak of the process's resident memory."""
 
     @property
+    def made_with(self) -> str:
+        """Digest of the machine, its cost model and the simulator. Empty for a row that was stored
+        before 2026-11-30.
+        """
+        return self.key.rpartition("-")[0]
+
+    @property
+    def executed(self) -> bool:
+        """Whether the plan was to be executed."""
+        return self.predicted_seconds is not None
+
+    @property
     def timed(self) -> bool:
         """Whether the plan has a step time."""
         return self.step_seconds is not None
@@ -134,18 +147,24 @@ def sources_digest() -> str:
 
 
 class Keys:
-    """Makes keys for one model's plans on one machine. `context` has everything else on which a row
-    depends, such as the digest of the sources. Files outside the package are read once.
+    """Makes keys for one model's plans on one machine. `sources` is the digest of the simulator's
+    sources, and `context` has everything else on which a row depends. Files outside the package are
+    read once.
     """
 
-    def __init__(self, plan: Plan, hardware: HardwareSpec, context: Iterable[Any]) -> None:
+    def __init__(
+        self, plan: Plan, hardware: HardwareSpec, sources: str, context: Iterable[Any] = ()
+    ) -> None:
         self._outside: dict[tuple[str, str], str] = {}
         """(what it defines, path) of each file outside the package that was read so far -> the
         digest of its source."""
         costs = outside_file(hardware)
         source = self._source("cost model", str(costs)) if costs else ""
+        made_with = msgspec.msgpack.encode((hardware, source, sources), order="sorted")
+        self.made_with = xxhash.xxh32_hexdigest(made_with)
+        """`SweepRow.made_with` of the rows with these keys."""
         self._common = xxhash.xxh3_128(
-            msgspec.msgpack.encode((plan.model, hardware, source, list(context)), order="sorted")
+            made_with + msgspec.msgpack.encode((plan.model, list(context)), order="sorted")
         ).digest()
 
     def of(self, plan: Plan | ImpossiblePlan, *, planned: bool = False) -> str:
@@ -164,7 +183,8 @@ class Keys:
             plan.device_limit_bytes,
             plan.host_limit_bytes,
         )
-        return xxhash.xxh3_64_hexdigest(self._common + msgspec.msgpack.encode(identity))
+        rest = xxhash.xxh3_64_hexdigest(self._common + msgspec.msgpack.encode(identity))
+        return f"{self.made_with}-{rest}"
 
     def _source(self, what: str, name: str) -> str:
         """Returns the digest of a `.py` file, which defines a `what`, and of the modules that it

@@ -19,8 +19,9 @@ import torch
 
 from megatrain.experiments.cli.options import OneLineParser
 from megatrain.experiments.commands import sweep
-from megatrain.experiments.sweep import executed, grid, load_sweep, running
-from megatrain.experiments.sweep.flat import write_csv
+from megatrain.experiments.files.hardware_file import write_hardware
+from megatrain.experiments.sweep import executed, grid, load_sweep, running, store
+from megatrain.experiments.sweep.flat import latest, replaced, write_csv
 from megatrain.experiments.sweep.front import fastest, front
 from megatrain.experiments.sweep.running import SweepEntry, simulate
 from megatrain.experiments.sweep.simulated import Simulator, likeness
@@ -236,10 +237,10 @@ def test_the_sources_are_part_of_a_key(
     digests.append(sources_digest())
     faster = msgspec.structs.replace(H200, h2d_gb_per_s=100.0)
     keys = [
-        Keys(plan, machine, [digest]).of(plan) for machine in (H200, faster) for digest in digests
+        Keys(plan, machine, digest).of(plan) for machine in (H200, faster) for digest in digests
     ]
     assert len(set(keys)) == 4
-    assert Keys(plan, H200, digests[:1]).of(make_plan(weight_slots=3)) not in keys
+    assert Keys(plan, H200, digests[0]).of(make_plan(weight_slots=3)) not in keys
 
 
 @pytest.mark.parametrize("edited", ["pinned.py", "lion.py", "half_link.py", "beside.py"])
@@ -399,7 +400,7 @@ def test_two_processes_give_the_results_of_one(make_plan: Any, tmp_path: Path) -
             )
         ],
     )
-    keys = Keys(found[0], H200, [])
+    keys = Keys(found[0], H200, "")
     entries, stores = [SweepEntry(plan, keys.of(plan)) for plan in found], []
     for jobs in (1, 2):
         with Store(tmp_path / f"{jobs}.jsonl") as store:
@@ -926,3 +927,45 @@ def test_rebuilt_outputs_are_an_axis(policy: str, make_plan: Any) -> None:
     )
     assert rebuilt.device_peak_bytes < saving.device_peak_bytes
     assert rebuilt.step_seconds != saving.step_seconds
+
+
+def test_rows_of_another_simulator_or_machine_file_are_left_out(
+    command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression test: after a change of the machine's memory or of the simulator, `rows.csv` had
+    two rows for each point, because they differ in a limit or in a default.
+    """
+    machine, out = tmp_path / "machine.toml", tmp_path / "out"
+
+    def swept(host: int, *batches: str) -> tuple[str, list[tuple[int, int]]]:
+        write_hardware(machine, msgspec.structs.replace(H200, host_bytes=host * 2**30), "a test")
+        text = command(
+            "sweep", "qwen2.5-0.5b", "--hardware", str(machine), "--policy", "k_buffer",
+            "--over", "batch", *batches, "--out", str(out),
+        ).out  # fmt: skip
+        frame = load_sweep(out)
+        assert list(pd.read_csv(out / "rows.csv")["batch"]) == list(frame["batch"])
+        return text, sorted(zip(frame["batch"], frame["host_limit_bytes"] // 2**30, strict=True))
+
+    text, rows = swept(100, "1", "2")
+    assert "earlier row" not in text
+    assert rows == [(1, 100), (2, 100)]
+    assert swept(100, "4")[1] == [(1, 100), (2, 100), (4, 100)]
+    text, rows = swept(90, "1", "4")
+    assert "left 3 earlier rows out of rows.csv: made with another simulator" in text
+    assert rows == [(1, 90), (4, 90)]
+    monkeypatch.setattr(store, "sources_digest", lambda: "other")
+    text, rows = swept(90, "4")
+    assert "left 5 earlier rows out of rows.csv" in text
+    assert rows == [(4, 90)]
+    assert len((out / "rows.jsonl").read_text().splitlines()) == 6
+
+
+def test_executed_rows_do_not_replace_simulated_ones_of_another_simulator(make_plan: Any) -> None:
+    row = Simulator(H200).row(make_plan("k_buffer"), "old-1")
+    measured = msgspec.structs.replace(row, key="new-2", predicted_seconds=1.0)
+    later = msgspec.structs.replace(row, key="new-3")
+    assert latest([row, measured]) == [row, measured]
+    assert latest([row, measured, later]) == [measured, later]
+    assert replaced([row, measured], [measured]) == 0
+    assert replaced([row, measured, later], [later]) == 1
