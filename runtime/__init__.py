@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from megatrain.runtime.training.config import Config
     from megatrain.runtime.training.progress import Progress
     from megatrain.runtime.training.trainer import Trainer
+    from megatrain.runtime.training.training_run import TrainingRun
 
-__all__ = ["Callback", "Config", "Executor", "Progress", "Trainer"]
+__all__ = ["Callback", "Config", "Executor", "Progress", "Trainer", "TrainingRun"]
 
 _HOMES = {
     "Callback": "training.callback",
@@ -22,6 +23,7 @@ _HOMES = {
     "Executor": "execution.executor",
     "Progress": "training.progress",
     "Trainer": "training.trainer",
+    "TrainingRun": "training.training_run",
 }
 
 

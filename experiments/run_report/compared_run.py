@@ -51,7 +51,8 @@ def refuse_unmeasured(folder: Path) -> None:
             str(folder),
             found="no measured.json" if os.path.isdir(folder) else "no such folder",
             allowed="a folder in which `megatrain train` measured a step",
-            fix="check the path, or train more steps than the first two",
+            fix="check the path, or train at least three steps. A run that was killed has the file"
+            " from its first checkpoint on",
         )
 
 

@@ -31,11 +31,12 @@ def reasons(run: ComparedRun) -> list[str]:
         if buffer.persistent and class_of(buffer) in ("weights", "gradients", "moments")
     )
     device = plan.device_limit_bytes
-    sides = (
-        "so part of it streams from host memory"
-        if account.host_peak_bytes
-        else "and all of it stays there"
-    )
+    if not account.host_peak_bytes:
+        sides = "and all of it stays there"
+    elif account.device_peak_bytes + account.host_peak_bytes > device:
+        sides = "so part of it streams from host memory"
+    else:
+        sides = f"and all of it would fit there. The policy {plan.policy} streams it all the same"
     found = [
         (
             f"Weights, gradients and optimizer state take {format_bytes(state)}. The device may"

@@ -32,12 +32,14 @@ _MANY = 400  # with more rows, points are smaller and paler
 _PLACES: tuple[tuple[tuple[int, int], Literal["left", "right"]], ...] = (
     ((8, 5), "left"),
     ((-8, 5), "right"),
+    ((-8, -14), "right"),
+    ((8, -14), "left"),
 )
 """Places of a label: its shift from the point in typographic points, and its horizontal alignment.
 """
 _LABELLED = 30  # with more rows, only points of the front are labelled
 _CLOSE_PIXELS = 50
-_LABEL_KEYS = 2  # most settings in a label
+_LABEL_KEYS = 3  # most settings in a label
 _METADATA: dict[str, dict[str, None]] = {
     "png": {"Software": None},
     "pdf": {"CreationDate": None, "Producer": None, "Creator": None},
@@ -110,6 +112,7 @@ def draw(rows: Sequence[SweepRow], stem: Path, title: str, caption: str) -> list
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_xlim(0, 1.1 * max(points(timed)[0]))
+        axes.set_ylim(bottom=0.87 * min(points(timed)[1]))  # room for a label below the fastest
         axes.set_xlabel("device memory (GiB)")
         axes.set_ylabel("seconds per step" if one_step else "seconds for a million tokens")
         axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK, pad=22)
@@ -128,7 +131,8 @@ def draw(rows: Sequence[SweepRow], stem: Path, title: str, caption: str) -> list
         ).legend_handles:
             if entry is not None:
                 entry.set_alpha(1)
-        shown = [*best, *timed] if len(timed) <= _LABELLED else best
+        # The fastest plans come first, because there may be no room for all labels.
+        shown = [*reversed(best), *(timed if len(timed) <= _LABELLED else ())]
         figure.draw_without_rendering()
         _label(axes, list(zip(*points(shown), _labels(shown, timed), strict=True)), timed_at)
         return [_save(figure, stem, kind) for kind in ("png", "pdf")]
@@ -175,8 +179,8 @@ def _label(
 
 
 def _labels(rows: Sequence[SweepRow], timed: Sequence[SweepRow]) -> list[str]:
-    """Returns a short text for each of `rows`: at most two settings that differ between the `timed`
-    plans.
+    """Returns a short text for each of `rows`: at most three settings in which the `timed` plans
+    differ.
 
     The workload and the limits come before knobs. Placements are too long for a label.
     """

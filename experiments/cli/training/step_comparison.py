@@ -65,6 +65,13 @@ class StepComparison(Callback):
         self._seconds: dict[int, float] = {}
         self._done = False
 
+    def on_start(self, trainer: TrainingRun) -> None:
+        """Notes why steps cannot be compared, if the plan's hardware file is missing or damaged."""
+        try:
+            hardware_of(trainer.origin / "plan.toml", trainer.plan.hardware)
+        except UserError as error:
+            trainer.note(f"step times are not compared with the prediction: {error}")
+
     def on_switch(self, trainer: TrainingRun, seconds: float) -> None:
         """Starts a new comparison, for the new plan."""
         self._seconds, self._done = {}, False
@@ -78,7 +85,7 @@ class StepComparison(Callback):
         self._done = True
         try:
             report = self._compare(trainer)
-        except UserError:  # a missing or damaged hardware file must not stop the training
+        except UserError:  # noted at the start; it must not stop the training
             return
         advice = _advice(trainer, recalibrates=self._recalibrates)
         for note in describe_difference(report, trainer.executor.schedule, advice=advice):

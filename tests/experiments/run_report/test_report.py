@@ -26,6 +26,7 @@ from megatrain.runtime.training.answers import Answer, add_answer
 from megatrain.simulator.base.units import format_bytes, format_seconds
 from megatrain.simulator.compare.error_report import ErrorReport
 from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.planner.assessment import plan_account
 from megatrain.simulator.policies import lower
 from megatrain.simulator.schedule.plan import Placement, Plan
 from megatrain.simulator.schedule.timeline import Timeline
@@ -618,3 +619,18 @@ def test_no_words_in_the_pictures_overlap_or_are_cut_off_however_narrow_the_page
     neighbors = [pair for words in rows.values() for pair in pairwise(sorted(words))]
     assert len(neighbors) > 10
     assert [(first[2], second[2]) for first, second in neighbors if first[1] > second[0]] == []
+
+
+@pytest.mark.parametrize("share", [2.0, 0.75])
+def test_the_reason_says_whether_everything_would_fit_the_device(
+    evenly_measured: Path, share: float
+) -> None:
+    """Regression test: "so part of it streams" was said of 3 MiB of state and a limit of 10 GiB."""
+    run = compare_run(evenly_measured)
+    account = plan_account(run.plan, run.schedule, run.costs)
+    assert account.host_peak_bytes
+    limit = int(share * (account.device_peak_bytes + account.host_peak_bytes))
+    limited = run._replace(plan=msgspec.structs.replace(run.plan, device_limit_bytes=limit))
+    reason = why.reasons(limited)[0]
+    assert ("all of it would fit there" in reason) == (share > 1)
+    assert ("so part of it streams from host memory" in reason) == (share < 1)

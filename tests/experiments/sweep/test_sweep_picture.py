@@ -126,3 +126,22 @@ def test_the_picture_and_the_table_have_the_same_front(
     assert listed == [20.9, 30.0]
     for drawn_line in (line, ringed):
         assert list(drawn_line.get_xdata()) == pytest.approx(listed, abs=0.01)
+
+
+def test_the_fastest_plan_is_labelled_with_three_settings(
+    make_plan: Callable[..., Plan], drawn: list[Figure]
+) -> None:
+    """Regression test: only two settings were named, so labels of different plans were the same,
+    and the fastest plan had none, because its neighbours on the front came first.
+    """
+    plan = make_plan()
+    rows = [
+        msgspec.structs.replace(
+            found, workload=msgspec.structs.replace(found.workload, clipping=clipping, state=state)
+        )
+        for batch, (device, seconds) in enumerate(((20, 4.0), (29, 3.0), (29.5, 2.9)), 1)
+        for clipping, state, slower in (("global", "exact", 1.05), ("none", "master24", 1.0))
+        for found in [row(plan, "k_buffer", batch, device + slower, slower * batch * seconds)]
+    ]
+    picture.draw(rows, Path("sweep"), "6 plans", "6 fit")
+    assert "batch 3, clipping none, state master24" in {note.get_text() for note in notes(drawn[0])}

@@ -67,14 +67,21 @@ def test_a_training_compares_its_third_to_fifth_step_with_the_prediction(
     assert len(Path("run/metrics.jsonl").read_text().splitlines()) == 6
 
 
+@pytest.mark.parametrize("content", ["spoilt", None], ids=["damaged", "missing"])
 @pytest.mark.usefixtures("workplace")
-def test_a_damaged_hardware_file_does_not_stop_a_training(command: Any) -> None:
+def test_a_training_without_its_hardware_file_says_that_steps_are_not_compared(
+    command: Any, content: str | None
+) -> None:
     plan = Path("plan.toml")
     plan.write_text(plan.read_text().replace('hardware = "h200"', 'hardware = "here.toml"'))
-    Path("here.toml").write_text("spoilt")
+    if content is not None:
+        Path("here.toml").write_text(content)
     outcome = command(*TRAIN, "--steps", 6, "--out", "run")
     assert (outcome.status, outcome.err) == (0, "")
     assert "measured " not in outcome.out
+    (note,) = [line for line in outcome.out.splitlines() if "not compared" in line]
+    assert note.startswith("step times are not compared with the prediction: ")
+    assert "here.toml" in note
 
 
 @pytest.fixture(scope="module")
