@@ -78,6 +78,9 @@ class LowerBound:
         """The results of `_EarliestTimes._update_sizes` so far: (name or elements of the layer,
         elements of a chunk, whether each class of its state is on the device) -> times."""
         self._exchanged: dict[tuple[object, ...], int] = {}
+        self._micro_batches: dict[tuple[str, str], int] = {}
+        """(layers that save activations, layers that save attention, both as in a placement) -> the
+        result of `_micro_batch_ns`."""
         self._steps: dict[Knobs, float] = {}
         self._host_bytes_per_s = costs.sharing.capacity if isinstance(costs, ContendedCosts) else 0
         self._signatures = {"": ""} | {
@@ -108,7 +111,15 @@ class LowerBound:
         return self._steps[plan.knobs]
 
     def _micro_batch_ns(self, plan: Plan) -> int:
-        """Returns the total duration of all compute ops of one micro-batch."""
+        """Returns the total duration of all compute ops of one micro-batch. Results are cached."""
+        placement = plan.knobs.placement
+        key = placement.saved_activations, placement.saved_attention
+        if key not in self._micro_batches:
+            self._micro_batches[key] = self._new_micro_batch_ns(plan)
+        return self._micro_batches[key]
+
+    def _new_micro_batch_ns(self, plan: Plan) -> int:
+        """Returns what `_micro_batch_ns` returns, without its cache."""
         saved, saved_attention = plan.placed("saved_activations"), plan.placed("saved_attention")
         total = sum(self.duration_ns(kind, "") for kind in ("embed", "head", "embed_backward"))
         for layer in self._plan.model.decoders:
