@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Literal
 
 import msgspec
@@ -83,7 +84,7 @@ def allocated_bytes(name: str, size: int) -> int:
     return -(-size // unit) * unit
 
 
-class Buffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Buffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
     """A block of memory with a name, `PLACE.POOL:KEY`.
 
     PLACE is `device` or `host`. POOL is a label: the buffers of a pool are alike and are allocated
@@ -128,12 +129,12 @@ class Buffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """`device` or `host`."""
         return self.id.partition(".")[0]
 
-    @property
+    @functools.cached_property
     def allocated(self) -> int:
         """The bytes that it takes in its pool."""
         return allocated_bytes(self.id, self.bytes)
 
-    @property
+    @functools.cached_property
     def pool(self) -> str:
         """`PLACE.POOL`."""
         return self.id.partition(":")[0]
