@@ -20,7 +20,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -57,24 +56,26 @@ _LEAST_OFFLOADED = 0.5
 
 
 def ranges(layers: list[str], chosen: set[str]) -> str:
-    """Returns the layers `chosen` as the text of a placement, in the order of `layers`.
+    """Returns the layers `chosen` as the text of a placement, in the order of `layers`. The decoder
+    layers of `layers` are next to each other, and their numbers ascend by one.
 
     >>> ranges(["e", "0", "1", "2", "h"], {"e", "0", "1"}), ranges(["0", "1"], {"0", "1"})
     ('e,0-1', 'all')
     """
-    if chosen >= set(layers):
+    if chosen.issuperset(layers):
         return "all"
     parts: list[str] = []
-    for numbered, run in itertools.groupby(
-        (layer for layer in layers if layer in chosen), key=str.isdigit
-    ):
-        if not numbered:
-            parts += run
+    run: list[str] = []
+    for layer in [*layers, ""]:  # the last entry ends the last run
+        is_chosen = layer in chosen
+        if is_chosen and layer.isdigit():
+            run.append(layer)
             continue
-        numbers = [int(layer) for layer in run]
-        for _, group in itertools.groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
-            first, *others = (number for _, number in group)
-            parts.append(f"{first}-{others[-1]}" if others else str(first))
+        if run:
+            parts.append(run[0] if len(run) == 1 else f"{run[0]}-{run[-1]}")
+            run = []
+        if is_chosen:
+            parts.append(layer)
     return ",".join(parts)
 
 

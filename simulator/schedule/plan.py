@@ -71,6 +71,17 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 _MOST_SLOTS = 4096
 """The most buffers of a kind. A plan with millions of them would take minutes to lower."""
+_RANGES = (
+    ("weight_slots", 1, _MOST_SLOTS),
+    ("gradient_slots", 1, _MOST_SLOTS),
+    ("gradient_staging", 0, _MOST_SLOTS),
+    ("chunk_bytes", 4096, 2**40),
+    ("checkpoint_interval", 1, 2**40),
+    ("state_slots", 1, _MOST_SLOTS),
+    ("micro_batch_group", 1, 2**40),
+    ("exchange_bytes", 0, 2**40),
+)
+"""Fields of `Knobs`, with the least and the largest value of each."""
 
 
 class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -117,16 +128,7 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     def __post_init__(self) -> None:
         check_types(self, "knobs")
-        for field, least, most in (
-            ("weight_slots", 1, _MOST_SLOTS),
-            ("gradient_slots", 1, _MOST_SLOTS),
-            ("gradient_staging", 0, _MOST_SLOTS),
-            ("chunk_bytes", 4096, 2**40),
-            ("checkpoint_interval", 1, 2**40),
-            ("state_slots", 1, _MOST_SLOTS),
-            ("micro_batch_group", 1, 2**40),
-            ("exchange_bytes", 0, 2**40),
-        ):
+        for field, least, most in _RANGES:
             if not least <= getattr(self, field) <= most:
                 default = getattr(Knobs(), field)
                 raise UserError(
