@@ -42,18 +42,26 @@ are no reason for it, because they change a duration by a few percent.
 from __future__ import annotations
 
 import math
-import re
 import statistics
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.costs import measured_memory
 from megatrain.simulator.costs.contention import ContentionModel
 from megatrain.simulator.costs.datasheet import Datasheet
 from megatrain.simulator.costs.elementwise import Elementwise
 from megatrain.simulator.costs.interpolation import Point, between, fixed_ns, interpolate
+from megatrain.simulator.costs.measured_shapes import (
+    differ_in_tokens,
+    layer_of,
+    other_head,
+    other_packing,
+    tokens_of,
+    variant_of,
+)
 from megatrain.simulator.costs.missing import missing_measurement
 from megatrain.simulator.costs.protocol import FIX, ContendedCosts
 from megatrain.simulator.hardware.cost_table import (
@@ -66,12 +74,6 @@ from megatrain.simulator.hardware.cost_table import (
     CostTable,
     Workspace,
 )
-from megatrain.simulator.memory.formulas import (
-    fp8_saved_bytes,
-    fp8_temporary_bytes,
-    workspace_estimate,
-)
-from megatrain.simulator.model.attention_masks import mask_bytes, writes_scores
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import (
     DOCUMENTS,
@@ -97,18 +99,6 @@ from megatrain.simulator.schedule import (
 _STEADY = 1.01
 """The CPU's speed counts as constant if its slower and its faster half differ by less than this
 factor."""
-_SHAPE = re.compile(r"/(\d+)x(\d+)-")
-
-
-class _MeasuredHead(NamedTuple):
-    """A head that was measured with a loss chunk other than the table's."""
-
-    shape: str
-    """Its `Op.shape`."""
-    duration_ns: int
-    """Its duration with this loss chunk."""
-    bytes: int
-    """Its bytes as in `Workspace.head`, or 0 if they are unknown."""
 
 
 class Calibrated(ContendedCosts):
@@ -216,56 +206,52 @@ class Calibrated(ContendedCosts):
             else (f"{kind} {op.layer}", op.lane, op.adds, size)
         )
         if key not in self._known:
-            if not isinstance(size, str):
-                self._known[key] = self._on_curve(op, size)
-            elif self._datasheet is not None and self._is_of_other_layers(op):
-                duration = self._datasheet.duration_ns(op) + self._summing_ns(op)
-                self._known[key] = max(duration, 0), True
-            elif saves:
-                self._known[key] = self._saving(op)
-            elif (plain := without_rebuilding(size)) != size:
-                self._known[key] = self._rebuilding(op, plain)
-            elif (other := self._other_products(kind, size)) is not None:
-                self._known[key] = self._changed(op, other, short_recompute=is_short(other))
-            elif (plain := without_pieces(size)) != size and not self._has(kind, size):
-                plain = self._without_pieces(kind, size)
-                self._known[key] = self._changed(
-                    op, plain, token_piece=None, short_recompute=is_short(plain)
-                )
-            elif (plain := without_groups(size)) != size and not self._has(kind, size):
-                self._known[key] = self._changed(op, plain, head_groups=None)
-            elif (
-                (other := _other_packing(size))
-                and not self._has(kind, size)
-                and self._has(kind, other)
-            ):
-                self._known[key] = self._as_packed(op, other)
-            elif (
-                has_saved_attention(size)
-                and size not in self.table.compute.get(kind, {})
-                and self._datasheet is not None
-            ):
-                full, share = self._datasheet.whole(op)
-                duration, beyond = self._look_up(full)
-                saved, most = self._attention_ns(kind, size)
-                if saved is None and self._datasheet.knows_attention:
-                    alone = self._datasheet.attention_ns(kind, op.layer)
-                    saved, beyond = round(min(alone, most)), True
-                self._known[key] = (
-                    (max(duration - saved, 1), beyond)
-                    if saved is not None
-                    else (math.ceil(share * duration), True)
-                )
-            elif (plain := without_fp8(size)) != size and not self._has(kind, size):
-                self._known[key] = self._changed(op, plain, fp8=None)
-            else:
-                duration, beyond = self._compute(op, size)
-                # `_summing_ns` may be negative, with a larger magnitude than the duration.
-                self._known[key] = max(duration + self._summing_ns(op), 0), beyond
+            duration, beyond = (
+                self._from_shapes(op, size, saves=saves)
+                if isinstance(size, str)
+                else self._on_curve(op, size)
+            )
             if self._datasheet is not None and size not in self.table.compute.get(kind, {}):
-                duration, beyond = self._known[key]
-                self._known[key] = max(duration, self._datasheet.calls_ns(kind, op.layer)), beyond
+                duration = max(duration, self._datasheet.calls_ns(kind, op.layer))
+            self._known[key] = duration, beyond
         return self._known[key]
+
+    def _from_shapes(self, op: Op, shape: str, *, saves: bool) -> tuple[int, bool]:
+        """Returns (duration in ns, extrapolated) of `op`, a compute op with this shape, from the
+        measured shapes. `saves` says whether it is a forward pass that saves activations.
+        """
+        kind, sheet = op.kind, self._datasheet
+        if sheet is not None and self._is_of_other_layers(op):
+            return max(sheet.duration_ns(op) + self._summing_ns(op), 0), True
+        if saves:
+            return self._saving(op)
+        if (plain := without_rebuilding(shape)) != shape:
+            return self._rebuilding(op, plain)
+        if (other := self._other_products(kind, shape)) is not None:
+            return self._changed(op, other, short_recompute=is_short(other))
+        known = self._has(kind, shape)
+        if not known and without_pieces(shape) != shape:
+            plain = self._without_pieces(kind, shape)
+            return self._changed(op, plain, token_piece=None, short_recompute=is_short(plain))
+        if not known and (plain := without_groups(shape)) != shape:
+            return self._changed(op, plain, head_groups=None)
+        if not known and self._has(kind, other_packing(shape)):
+            return self._as_packed(op, other_packing(shape))
+        measured = shape in self.table.compute.get(kind, {})
+        if sheet is not None and has_saved_attention(shape) and not measured:
+            full, share = sheet.whole(op)
+            duration, beyond = self._look_up(full)
+            saved, most = self._attention_ns(kind, shape)
+            if saved is None and sheet.knows_attention:
+                saved, beyond = round(min(sheet.attention_ns(kind, op.layer), most)), True
+            if saved is None:
+                return math.ceil(share * duration), True
+            return max(duration - saved, 1), beyond
+        if not known and (plain := without_fp8(shape)) != shape:
+            return self._changed(op, plain, fp8=None)
+        duration, beyond = self._compute(op, shape)
+        # `_summing_ns` may be negative, with a larger magnitude than the duration.
+        return max(duration + self._summing_ns(op), 0), beyond
 
     def _on_curve(self, op: Op, size: int) -> tuple[int, bool]:
         """Returns (duration in ns, extrapolated) of `op` with `size` bytes or parameters.
@@ -297,7 +283,7 @@ class Calibrated(ContendedCosts):
         """
         other = without_short(shape) if is_short(shape) else shortened(shape)
         wanted, instead = (
-            any(self._has(kind, packed) for packed in (each, _other_packing(each)))
+            any(self._has(kind, packed) for packed in (each, other_packing(each)))
             for each in (shape, other)
         )
         return other if instead and not wanted else None
@@ -322,7 +308,7 @@ class Calibrated(ContendedCosts):
         `kind`.
         """
         return any(
-            _dtype(known) == _dtype(shape)
+            variant_of(known) == variant_of(shape)
             for known in self.table.compute.get("head" if kind in EVALUATION_KINDS else kind, {})
         )
 
@@ -358,7 +344,7 @@ class Calibrated(ContendedCosts):
         longer. In other layers the difference is no larger than that between machines.
         """
         found = self._look_up(msgspec.structs.replace(op, writes=()))
-        packings = op.shape, _other_packing(op.shape)
+        packings = op.shape, other_packing(op.shape)
         if (
             self._datasheet is None
             or not self._datasheet.model.stack[op.layer].experts
@@ -406,7 +392,7 @@ class Calibrated(ContendedCosts):
         if op.kind == "head":
             known = {point[0] for points in self.table.heads.values() for point in points}
             for chunk in sorted(chunk for chunk in known if chunk <= workload.loss_chunk):
-                if head := _other_head(self.table, op.shape, chunk):
+                if head := other_head(self.table, op.shape, chunk):
                     nearest = chunk
                     factor = head.duration_ns / self.table.compute["head"][head.shape][1]
         if nearest == workload.loss_chunk:
@@ -430,14 +416,10 @@ class Calibrated(ContendedCosts):
         lengths: dict[int, list[tuple[int, int]]] = {}
         for known, (_, duration) in measured.items():
             full = known.replace(SAVED_ATTENTION_SUFFIX + "/", "/")
-            if (
-                full != known
-                and full in measured
-                and (_layer(known), _dtype(known)) == (_layer(shape), _dtype(shape))
-            ):
-                tokens, sequence = _tokens(known)
+            if full != known and full in measured and differ_in_tokens(known, shape):
+                tokens, sequence = tokens_of(known)
                 lengths.setdefault(sequence, []).append((tokens, measured[full][1] - duration))
-        tokens, sequence = _tokens(shape)
+        tokens, sequence = tokens_of(shape)
         picoseconds = tuple(  # per token, by sequence length
             (length, round(1000 * statistics.mean(ns / count for count, ns in pairs)))
             for length, pairs in sorted(lengths.items())
@@ -479,11 +461,9 @@ class Calibrated(ContendedCosts):
                 else op.kind
             )
             shapes = self.table.compute.get(name, {})
-            size = _tokens(shape)[0]
+            size = tokens_of(shape)[0]
             sizes = {
-                known: _tokens(known)[0]
-                for known in shapes
-                if (_layer(known), _dtype(known)) == (_layer(shape), _dtype(shape))
+                known: tokens_of(known)[0] for known in shapes if differ_in_tokens(known, shape)
             }
         else:
             name = self._curve(op)
@@ -552,27 +532,28 @@ class Calibrated(ContendedCosts):
         alike = {
             known: values
             for known, values in sorted(measured.items())
-            if _dtype(known) == _dtype(shape)
+            if variant_of(known) == variant_of(shape)
             and has_saved_attention(known) == has_saved_attention(shape)
         }
         points = [
-            Point(*_tokens(known), duration)
+            Point(*tokens_of(known), duration)
             for known, (_, duration) in alike.items()
-            if _layer(known) == _layer(shape)
+            if layer_of(known) == layer_of(shape)
         ]
         if (
             len(points) > 1
             and not from_head
-            and (time := between(points, *_tokens(shape), attends=kind in LAYER_KINDS)) is not None
+            and (time := between(points, *tokens_of(shape), attends=kind in LAYER_KINDS))
+            is not None
         ):
             return time, False
         if points and op.layer.isdigit() and self._datasheet:
             return self._scaled(op, points), True
         of_tables = kind in ("embed", "embed_backward")
         candidates = [
-            (_layer(known) != _layer(shape), abs(math.log(amount / size)), duration / size)
+            (layer_of(known) != layer_of(shape), abs(math.log(amount / size)), duration / size)
             for known, (size, duration) in alike.items()
-            if amount and size and (of_tables or _layer(known) == _layer(shape))
+            if amount and size and (of_tables or layer_of(known) == layer_of(shape))
         ]
         return (math.ceil(min(candidates)[2] * amount), True) if candidates else None
 
@@ -608,173 +589,10 @@ class Calibrated(ContendedCosts):
         return max(math.ceil(duration), 1)
 
     def activations_bytes(self, model: ModelSpec, workload: Workload) -> int | None:
-        """Returns the bytes of one decoder layer's saved activations, or None if they are unknown.
-
-        If this workload was not measured, the bytes of the workload with the nearest number of
-        tokens are scaled by the tokens. If there is no such workload, those with the other packing
-        are used in the same way. A model that writes out attention scores is not scaled, because
-        its bytes are not proportional to the tokens.
-
-        If no workload with fp8 products was measured, they are the bytes without fp8 products plus
-        `fp8_saved_bytes`.
-        """
-        known, shape = self.table.activations, f"{model.shape}/{workload.shape}"
-        for wanted in (shape, _other_packing(shape)):
-            alike = [
-                known[other]
-                for other in sorted(known)
-                if _layer(other) == _layer(wanted) and _dtype(other) == _dtype(wanted)
-            ]
-            if alike and (wanted in known or not writes_scores(model, workload)):
-                tokens, size = known.get(wanted) or min(
-                    alike, key=lambda point: abs(math.log(point[0] / workload.tokens))
-                )
-                return -(-size * workload.tokens // tokens)
-        plain = msgspec.structs.replace(workload, fp8=None)
-        if plain != workload and (without := self.activations_bytes(model, plain)):
-            return without + fp8_saved_bytes(model, workload)
-        return None
+        return measured_memory.activations_bytes(self.table, model, workload)
 
     def workspace(self, model: ModelSpec, workload: Workload) -> Workspace | None:
-        """Returns the peak device bytes of temporary tensors, or None if they are unknown.
-
-        If this workload was not measured, the bytes are interpolated over the tokens of at least
-        two measured workloads. One is not enough, because a part of the bytes is fixed. If only
-        workloads with the other packing were measured, the difference of the masks is added.
-
-        If no workload with fp8 products was measured, they are the bytes without fp8 products plus
-        `fp8_temporary_bytes`.
-
-        If the table has another loss chunk, and the head was measured with both, the difference of
-        its bytes is added. If it was not, the result is None, because the logits of a chunk are
-        most of the bytes of a head.
-        """
-        if self.table.loss_chunk not in (0, workload.loss_chunk):
-            return self._other_chunk_workspace(model, workload)
-        shape = f"{model.shape}/{workload.shape}"
-        found, other = (
-            self._workspace(wanted, model, workload) for wanted in (shape, _other_packing(shape))
-        )
-        plain = msgspec.structs.replace(workload, fp8=None)
-        if plain != workload and not (found or other):
-            less = self.workspace(model, plain)
-            return less and msgspec.structs.replace(
-                less, layer=less.layer + fp8_temporary_bytes(model, workload)
-            )
-        if found or other is None:
-            return found
-        more = mask_bytes(model, workload) - mask_bytes(
-            model, msgspec.structs.replace(workload, documents=not workload.documents)
-        )
-        return msgspec.structs.replace(other, layer=max(other.layer + more, 0))
-
-    def _other_chunk_workspace(self, model: ModelSpec, workload: Workload) -> Workspace | None:
-        """Returns `workspace` for a loss chunk other than the table's."""
-        shape = f"{model.shape}/{workload.shape}"
-        head = _other_head(self.table, shape, workload.loss_chunk) or _other_head(
-            self.table, _other_packing(shape), workload.loss_chunk
-        )
-        measured = msgspec.structs.replace(workload, loss_chunk=self.table.loss_chunk)
-        then = self.workspace(model, measured)
-        if not head or then is None or not head.bytes or head.shape not in self.table.workspace:
-            return None
-        more = head.bytes - self.table.workspace[head.shape].head
-        return msgspec.structs.replace(then, head=max(then.head + more, 0))
-
-    def _workspace(self, shape: str, model: ModelSpec, workload: Workload) -> Workspace | None:
-        """Returns the workspace of `shape`, measured or interpolated over tokens, or None."""
-        known = self.table.workspace
-        if shape in known:
-            return known[shape]
-        if writes_scores(model, workload):
-            return None
-        points: dict[int, Workspace] = {}
-        for other, measured in sorted(known.items()):
-            if _layer(other) == _layer(shape) and _dtype(other) == _dtype(shape):
-                tokens = _tokens(other)[0]
-                points[tokens] = _larger(measured, points.get(tokens, measured))
-        if len(points) < 2:
-            return None
-        line = {
-            field: tuple(
-                (tokens, getattr(point, field)) for tokens, point in sorted(points.items())
-            )
-            for field in Workspace.__struct_fields__
-        }
-        on_line = Workspace(
-            **{field: interpolate(values, workload.tokens)[0] for field, values in line.items()}
-        )
-        return msgspec.structs.replace(on_line, head=_head_bytes(line["head"], model, workload))
-
-
-def measured_chunks(table: CostTable, model: ModelSpec, workload: Workload) -> set[int]:
-    """Returns the loss chunks with which the head of `model` was measured. The set has 0 if the
-    table does not say its loss chunk, and is empty if no head was measured.
-    """
-    if not table.compute.get("head"):
-        return set()
-    shape = f"{model.shape}/{workload.shape}"
-    others = {point[0] for points in table.heads.values() for point in points}
-    return {table.loss_chunk} | {
-        chunk
-        for chunk in others
-        for wanted in (shape, _other_packing(shape))
-        if _other_head(table, wanted, chunk)
-    }
-
-
-def _other_head(table: CostTable, shape: str, chunk: int) -> _MeasuredHead | None:
-    """Returns a measured head of the same layer and dtype as `shape` with the loss chunk `chunk`,
-    or None.
-
-    A head with several chunks sums their gradients, and a head with one chunk does not. So the
-    micro-batches of both shapes must be larger than `chunk` and than the table's loss chunk.
-    """
-    most = max(chunk, table.loss_chunk)
-    for known, points in table.heads.items():
-        if (
-            (_layer(known), _dtype(known)) == (_layer(shape), _dtype(shape))
-            and known in table.compute.get("head", {})
-            and min(_tokens(known)[0], _tokens(shape)[0]) > most
-        ):
-            for other, duration, size in points:
-                if other == chunk:
-                    return _MeasuredHead(known, duration, size)
-    return None
-
-
-def _head_bytes(points: tuple[tuple[int, int], ...], model: ModelSpec, workload: Workload) -> int:
-    """Returns the bytes of a head's workspace from measured points (tokens, bytes).
-
-    A head with several loss chunks also sums gradients. So if `workload` has several chunks, only
-    points with several chunks are interpolated, and otherwise only points with one chunk. If there
-    are fewer than two such points, the nearest point is used, and the difference that
-    `workspace_estimate` gives is added.
-    """
-    alike = tuple(
-        (tokens, size)
-        for tokens, size in points
-        if (tokens > workload.loss_chunk) == (workload.tokens > workload.loss_chunk)
-    )
-    if len(alike) > 1:
-        return interpolate(alike, workload.tokens)[0]
-    nearest, size = min(
-        alike or points, key=lambda point: abs(math.log(point[0] / workload.tokens))
-    )
-    then = msgspec.structs.replace(workload, batch=1, sequence=nearest)
-    return max(
-        size + workspace_estimate(model, workload).head - workspace_estimate(model, then).head, 0
-    )
-
-
-def _larger(one: Workspace, other: Workspace) -> Workspace:
-    """Returns a Workspace with the larger value of each field."""
-    return Workspace(
-        **{
-            field: max(getattr(one, field), getattr(other, field))
-            for field in Workspace.__struct_fields__
-        }
-    )
+        return measured_memory.workspace(self.table, model, workload)
 
 
 def _few(factors: tuple[float, ...]) -> tuple[float, ...]:
@@ -793,31 +611,6 @@ def _few(factors: tuple[float, ...]) -> tuple[float, ...]:
     low, high = (statistics.fmean(part) for part in (factors[:half], factors[-half:]))
     mean = (low + high) / 2
     return (round(low / mean, 4), round(high / mean, 4)) if high > _STEADY * low else ()
-
-
-def _tokens(shape: str) -> tuple[int, int]:
-    """Returns (tokens, sequence) of a shape `LAYER/BATCHxSEQUENCE-DTYPE`, or zeros if it is not of
-    this form.
-    """
-    match = _SHAPE.search(shape)
-    return (int(match[1]) * int(match[2]), int(match[2])) if match else (0, 0)
-
-
-def _layer(shape: str) -> str:
-    """Returns LAYER of a shape `LAYER/BATCHxSEQUENCE-DTYPE`."""
-    return shape.partition("/")[0]
-
-
-def _dtype(shape: str) -> str:
-    """Returns DTYPE of a shape `LAYER/BATCHxSEQUENCE-DTYPE`, with the suffixes for fp8, compiled
-    layers, the attention kernel, pieces, groups of heads, short recomputes and documents.
-    """
-    return shape.rpartition("/")[2].partition("-")[2]
-
-
-def _other_packing(shape: str) -> str:
-    """Returns the shape with the suffix for documents removed if it has one, otherwise added."""
-    return shape.removesuffix(DOCUMENTS) if shape.endswith(DOCUMENTS) else shape + DOCUMENTS
 
 
 def _list(keys: Mapping[str, object]) -> str:

@@ -39,7 +39,7 @@ import msgspec
 from megatrain.simulator import policies as policy_library
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import CostModel, costs_of
-from megatrain.simulator.costs.calibrated import measured_chunks
+from megatrain.simulator.costs.measured_shapes import measured_chunks
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload

@@ -19,9 +19,9 @@ from megatrain.experiments.heldout.suites import suite
 from megatrain.simulator import policies
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.costs import Calibrated, cost_model
-from megatrain.simulator.costs.calibrated import measured_chunks
 from megatrain.simulator.costs.datasheet import Datasheet
 from megatrain.simulator.costs.interpolation import Point, fixed_ns, interpolate
+from megatrain.simulator.costs.measured_shapes import measured_chunks
 from megatrain.simulator.costs.missing import missing_measurement
 from megatrain.simulator.hardware.cost_table import COMPUTE_KINDS, Workspace
 from megatrain.simulator.hardware.machine import HardwareSpec

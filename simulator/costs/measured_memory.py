@@ -1,0 +1,159 @@
+"""measured_memory: the memory of ops on a calibrated machine, from its measurements."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from megatrain.simulator.costs.interpolation import interpolate
+from megatrain.simulator.costs.measured_shapes import (
+    differ_in_tokens,
+    other_head,
+    other_packing,
+    tokens_of,
+)
+from megatrain.simulator.hardware.cost_table import CostTable, Workspace
+from megatrain.simulator.memory.formulas import (
+    fp8_saved_bytes,
+    fp8_temporary_bytes,
+    workspace_estimate,
+)
+from megatrain.simulator.model.attention_masks import mask_bytes, writes_scores
+from megatrain.simulator.model.specs import ModelSpec
+from megatrain.simulator.model.workload import Workload
+
+
+def activations_bytes(table: CostTable, model: ModelSpec, workload: Workload) -> int | None:
+    """Returns the bytes of one decoder layer's saved activations, or None if they are unknown.
+
+    If this workload was not measured, the bytes of the workload with the nearest number of tokens
+    are scaled by the tokens. If there is no such workload, those with the other packing are used in
+    the same way. A model that writes out attention scores is not scaled, because its bytes are not
+    proportional to the tokens.
+
+    If no workload with fp8 products was measured, they are the bytes without fp8 products plus
+    `fp8_saved_bytes`.
+    """
+    known, shape = table.activations, f"{model.shape}/{workload.shape}"
+    for wanted in (shape, other_packing(shape)):
+        alike = [known[other] for other in sorted(known) if differ_in_tokens(other, wanted)]
+        if alike and (wanted in known or not writes_scores(model, workload)):
+            tokens, size = known.get(wanted) or min(
+                alike, key=lambda point: abs(math.log(point[0] / workload.tokens))
+            )
+            return -(-size * workload.tokens // tokens)
+    plain = msgspec.structs.replace(workload, fp8=None)
+    if plain != workload and (without := activations_bytes(table, model, plain)):
+        return without + fp8_saved_bytes(model, workload)
+    return None
+
+
+def workspace(table: CostTable, model: ModelSpec, workload: Workload) -> Workspace | None:
+    """Returns the peak device bytes of temporary tensors, or None if they are unknown.
+
+    If this workload was not measured, the bytes are interpolated over the tokens of at least two
+    measured workloads. One is not enough, because a part of the bytes is fixed. If only workloads
+    with the other packing were measured, the difference of the masks is added.
+
+    If no workload with fp8 products was measured, they are the bytes without fp8 products plus
+    `fp8_temporary_bytes`.
+
+    If the table has another loss chunk, and the head was measured with both, the difference of its
+    bytes is added. If it was not, the result is None, because the logits of a chunk are most of the
+    bytes of a head.
+    """
+    if table.loss_chunk not in (0, workload.loss_chunk):
+        return _other_chunk_workspace(table, model, workload)
+    shape = f"{model.shape}/{workload.shape}"
+    found, other = (
+        _workspace(table, wanted, model, workload) for wanted in (shape, other_packing(shape))
+    )
+    plain = msgspec.structs.replace(workload, fp8=None)
+    if plain != workload and not (found or other):
+        less = workspace(table, model, plain)
+        return less and msgspec.structs.replace(
+            less, layer=less.layer + fp8_temporary_bytes(model, workload)
+        )
+    if found or other is None:
+        return found
+    more = mask_bytes(model, workload) - mask_bytes(
+        model, msgspec.structs.replace(workload, documents=not workload.documents)
+    )
+    return msgspec.structs.replace(other, layer=max(other.layer + more, 0))
+
+
+def _other_chunk_workspace(
+    table: CostTable, model: ModelSpec, workload: Workload
+) -> Workspace | None:
+    """Returns `workspace` for a loss chunk other than the table's."""
+    shape = f"{model.shape}/{workload.shape}"
+    head = other_head(table, shape, workload.loss_chunk) or other_head(
+        table, other_packing(shape), workload.loss_chunk
+    )
+    measured = msgspec.structs.replace(workload, loss_chunk=table.loss_chunk)
+    then = workspace(table, model, measured)
+    if not head or then is None or not head.bytes or head.shape not in table.workspace:
+        return None
+    more = head.bytes - table.workspace[head.shape].head
+    return msgspec.structs.replace(then, head=max(then.head + more, 0))
+
+
+def _workspace(
+    table: CostTable, shape: str, model: ModelSpec, workload: Workload
+) -> Workspace | None:
+    """Returns the workspace of `shape`, measured or interpolated over tokens, or None."""
+    known = table.workspace
+    if shape in known:
+        return known[shape]
+    if writes_scores(model, workload):
+        return None
+    points: dict[int, Workspace] = {}
+    for other, measured in sorted(known.items()):
+        if differ_in_tokens(other, shape):
+            tokens = tokens_of(other)[0]
+            points[tokens] = _larger(measured, points.get(tokens, measured))
+    if len(points) < 2:
+        return None
+    line = {
+        field: tuple((tokens, getattr(point, field)) for tokens, point in sorted(points.items()))
+        for field in Workspace.__struct_fields__
+    }
+    on_line = Workspace(
+        **{field: interpolate(values, workload.tokens)[0] for field, values in line.items()}
+    )
+    return msgspec.structs.replace(on_line, head=_head_bytes(line["head"], model, workload))
+
+
+def _head_bytes(points: tuple[tuple[int, int], ...], model: ModelSpec, workload: Workload) -> int:
+    """Returns the bytes of a head's workspace from measured points (tokens, bytes).
+
+    A head with several loss chunks also sums gradients. So if `workload` has several chunks, only
+    points with several chunks are interpolated, and otherwise only points with one chunk. If there
+    are fewer than two such points, the nearest point is used, and the difference that
+    `workspace_estimate` gives is added.
+    """
+    alike = tuple(
+        (tokens, size)
+        for tokens, size in points
+        if (tokens > workload.loss_chunk) == (workload.tokens > workload.loss_chunk)
+    )
+    if len(alike) > 1:
+        return interpolate(alike, workload.tokens)[0]
+    nearest, size = min(
+        alike or points, key=lambda point: abs(math.log(point[0] / workload.tokens))
+    )
+    then = msgspec.structs.replace(workload, batch=1, sequence=nearest)
+    return max(
+        size + workspace_estimate(model, workload).head - workspace_estimate(model, then).head, 0
+    )
+
+
+def _larger(one: Workspace, other: Workspace) -> Workspace:
+    """Returns a Workspace with the larger value of each field."""
+    return Workspace(
+        **{
+            field: max(getattr(one, field), getattr(other, field))
+            for field in Workspace.__struct_fields__
+        }
+    )
