@@ -19,35 +19,17 @@ import msgspec
 from megatrain.simulator import policies as policy_library
 from megatrain.simulator.base import plugins
 from megatrain.simulator.base.units import format_bytes
-from megatrain.simulator.costs import Calibrated, CostModel, cost_model, costs_of
-from megatrain.simulator.costs.adjusted import WithinSpread
+from megatrain.simulator.costs import CostModel, cost_model, costs_of
 from megatrain.simulator.costs.datasheet import Datasheet, attention_points
-from megatrain.simulator.costs.several_gpus import OneOfSeveral, has_own_memory
 from megatrain.simulator.engine.discrete_event import play
-from megatrain.simulator.engine.evaluator import uncontended_makespan_ns
 from megatrain.simulator.engine.exposed import WAITING, exposed_ns, slowed_ns
 from megatrain.simulator.hardware.cost_table import LAYER_KINDS
 from megatrain.simulator.hardware.machine import HardwareSpec, library
 from megatrain.simulator.memory.formulas import rebuilt_estimate
-from megatrain.simulator.model.attention_masks import (
-    document_attention,
-    document_tokens,
-    writes_scores,
-)
-from megatrain.simulator.model.families import UNFUSED_ATTENTION
-from megatrain.simulator.model.layer import EAGER_MIXERS
 from megatrain.simulator.model.metrics import mfu, tflops_6n, tokens_per_second
-from megatrain.simulator.model.op_work import fp8_share
 from megatrain.simulator.model.specs import ModelSpec
-from megatrain.simulator.model.workload import FP8_MULTIPLE, LEAST_PIECE, LONG_SEQUENCE, Workload
-from megatrain.simulator.planner.assessment import (
-    Choice,
-    Estimate,
-    InShortGroups,
-    RunnerUp,
-    expected_ns,
-    with_knobs,
-)
+from megatrain.simulator.model.workload import LEAST_PIECE, LONG_SEQUENCE, Workload
+from megatrain.simulator.planner.assessment import Choice, Estimate, RunnerUp
 from megatrain.simulator.planner.attention_kernel import kernel_gain
 from megatrain.simulator.planner.capacity import (
     MemoryFootprint,
@@ -59,9 +41,11 @@ from megatrain.simulator.planner.loss_chunk import least_chunks
 from megatrain.simulator.planner.search import best_estimate, candidates
 from megatrain.simulator.schedule import Sizes, has_saved_attention
 from megatrain.simulator.schedule.plan import Plan
+from megatrain.simulator.verdict import notes
 from megatrain.simulator.verdict.advice import Adviser
 from megatrain.simulator.verdict.marginal_memory import MarginalMemory, one_more_gib
 from megatrain.simulator.verdict.multi_gpu import MultiGpu, NetworkCost, network_cost, predicted
+from megatrain.simulator.verdict.step_range import step_range
 from megatrain.simulator.verdict.suggestion import Suggestion
 
 
@@ -292,7 +276,7 @@ def summarize(
     high: float | None = None
     if hardware.costs is None or choice.feasible:
         low, high = step_range(choice.plan, choice.step_seconds, hardware)
-    unknown = _unknown_memory(choice, hardware)
+    unknown = notes.unknown_memory(choice, hardware)
     left = plan.device_limit_bytes - account.device_peak_bytes
     several = hardware.measured_together(plan.gpus_per_host)
     verdict = Verdict(
@@ -358,10 +342,10 @@ def summarize(
         gpus_measured_date=several.date if several else "",
         uncertainty=None if hardware.costs else hardware.uncertainty,
         extrapolated=dict.fromkeys(choice.extrapolated, 0),
-        documents=_documents(plan.model, work),
-        eager=_eager(plan.model, work),
-        fp8=_fp8(plan.model, work),
-        reason="" if choice.feasible else _change_needed(choice, hardware),
+        documents=notes.documents(plan.model, work),
+        eager=notes.eager(plan.model, work),
+        fp8=notes.fp8(plan.model, work),
+        reason="" if choice.feasible else notes.change_needed(choice, hardware),
         runner_up=choice.runner_up,
     )
     return (
@@ -377,8 +361,6 @@ def _title(hardware: HardwareSpec) -> str:
     return hardware.title or (known.title if known else "") or f"machine {hardware.name}"
 
 
-_NAMED = 4
-"""The most tensors whose names a note lists."""
 _WAITS = {
     "cpu": "host_optimizer",
     "update": "device_optimizer",
@@ -400,137 +382,6 @@ def _shares(exposed: dict[str, float], makespan_ns: int, step_seconds: float) ->
         share for name, share in shares.items() if name != "nothing_else"
     )
     return shares
-
-
-def step_range(
-    plan: Plan, seconds: float, hardware: HardwareSpec
-) -> tuple[float, float] | tuple[None, None]:
-    """Returns the lower and the upper end of the range of the step time, in seconds.
-
-    Args:
-        plan: The plan.
-        seconds: Its predicted step time.
-        hardware: The machine. If it was measured but without spreads, or if the plan is for several
-            GPUs and this number was not measured together, or for several hosts, the range is not
-            known, and two times None are returned.
-    """
-    table = hardware.costs
-    if table is None:
-        return seconds * (1 - hardware.uncertainty), seconds * (1 + hardware.uncertainty)
-    if plan.hosts > 1:
-        return None, None
-    # The relative range is computed for two groups of micro-batches and used for any number.
-    few, group = with_knobs(plan, groups=2), plan.knobs.micro_batch_group
-    costs = costs_of(few, hardware)
-    # The spreads of one GPU say nothing about collectives, about GPUs that wait for each other, or
-    # about the memory that their links share.
-    one = costs.calibration if isinstance(costs, OneOfSeveral) else costs
-    if not (isinstance(costs, Calibrated | OneOfSeveral) and isinstance(one, Calibrated)):
-        return None, None
-    if not table.spread:
-        return None, None
-    schedule = policy_library.lower(few)
-    least, most = (
-        uncontended_makespan_ns(
-            schedule, InShortGroups(WithinSpread(costs, hardware.uncertainty, longer=longer), group)
-        )
-        for longer in (False, True)
-    )
-    usual = expected_ns(schedule, InShortGroups(costs, group), uncontended_makespan_ns)
-    return seconds * least / usual, seconds * most / usual
-
-
-def _unknown_memory(choice: Choice, hardware: HardwareSpec) -> str:
-    """Returns the name of the tensors in compiled layers whose memory is not known, or "".
-
-    The memory of compiled layers with fused attention kernels is known from measurements. If a
-    layer computes attention scores in PyTorch, torch.compile generates other kernels, whose memory
-    is known only if the machine was calibrated with this model. Returns "" if it was, or if the
-    plan does not fit or cannot be executed.
-    """
-    plan = choice.plan
-    model, work = plan.model, plan.workload
-    if not (work.compiled and choice.feasible and writes_scores(model, work)):
-        return ""
-    if policy_library.find(plan.policy).prediction_only:
-        return ""
-    known = cost_model(hardware, model, work).workspace(model, work)
-    return "" if known else "written-out attention scores"
-
-
-def _documents(model: ModelSpec, work: Workload) -> str:
-    """Returns the text of `Verdict.documents`."""
-    if length := document_tokens(model, work):
-        return f"attention is predicted for documents of {length:,} tokens"
-    fused = model.fuses_scores(work)
-    if (
-        not work.documents
-        or document_attention(model, work) != "mask"
-        or (model.family in UNFUSED_ATTENTION and not fused)
-    ):
-        return ""
-    return (
-        f"in {work.dtype} a mask keeps them apart, and attention also computes the pairs that the"
-        " mask hides"
-    )
-
-
-def _eager(model: ModelSpec, work: Workload) -> str:
-    """Returns the text of `Verdict.eager`."""
-    eager = [layer.attention for layer in model.decoders if not layer.compilable]
-    if not (eager and work.compiled):
-        return ""
-    names = " and ".join(EAGER_MIXERS[kind] for kind in dict.fromkeys(eager))
-    return (
-        f"{len(eager)} of {model.layers} layers are not compiled, since layers with {names} always"
-        " run eagerly"
-    )
-
-
-def _fp8(model: ModelSpec, work: Workload) -> str:
-    """Returns the text of `Verdict.fp8`."""
-    if not work.fp8:
-        return ""
-    if work.tokens % FP8_MULTIPLE:
-        return (
-            f"none of the matrix products is in fp8, because the {work.tokens:,} tokens of a"
-            f" micro-batch are not a multiple of {FP8_MULTIPLE}"
-        )
-    not_fp8 = dict.fromkeys(
-        tensor.name
-        for layer in {layer.signature: layer for layer in model.decoders}.values()
-        for tensor in layer.tensors
-        if len(tensor.shape) > 1 and tensor.name not in model.fp8_products(layer.name, work)
-    )
-    share = f"{100 * fp8_share(model, work):.3g}"
-    names = ", ".join(list(not_fp8)[:_NAMED]) + (" and others" if len(not_fp8) > _NAMED else "")
-    return f"{share} % of the layers' matrix products, by FLOPs, are in fp8 ({work.fp8})" + (
-        f"; these stay in {work.dtype}: {names}" if not_fp8 else ""
-    )
-
-
-def _change_needed(choice: Choice, hardware: HardwareSpec) -> str:
-    """Returns `Account.advice`. With several GPUs, the memory that it names is that of each GPU,
-    but most GPUs share the host memory that a user states.
-    """
-    plan, account = choice.plan, choice.account
-    if plan.gpus == 1 or not account.advice:
-        return account.advice
-    shared = account.host_peak_bytes > account.host_limit_bytes and not has_own_memory(hardware)
-    sharing = "which" if plan.hosts == 1 else f"of which {plan.gpus_per_host} a host"
-    which = f", {sharing} share --host-memory" if shared else ""
-    return f"{account.advice} for each of {plan.gpus} GPUs{which}"
-
-
-def _lacking(verdict: Verdict) -> str:
-    """Returns, in words, how much memory is missing for the plan that comes nearest to fitting."""
-    excess = {
-        "device": verdict.device_peak_bytes - verdict.device_limit_bytes,
-        "host": verdict.host_peak_bytes - verdict.host_limit_bytes,
-    }
-    return "the nearest plan lacks " + " and ".join(
-        f"{format_bytes(size)} of {place} memory" for place, size in excess.items() if size > 0
-    )
 
 
 def train_for(verdict: Verdict, hardware: HardwareSpec, tokens: int) -> TrainingEstimate | None:
@@ -650,7 +501,7 @@ def described(
         exposed_seconds={lane: time / 1e9 for lane, time in exposed.items()},
         step_shares=_shares(waits, makespan_ns, seconds),
         extrapolated=dict(flagged),
-        reason="" if choice.feasible else _lacking(verdict),
+        reason="" if choice.feasible else notes.lacking(choice.account),
         chunk_chosen=chunk_chosen,
         multi_gpu=(
             None

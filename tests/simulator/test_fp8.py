@@ -32,7 +32,7 @@ from megatrain.simulator.policies import lower
 from megatrain.simulator.schedule import Op
 from megatrain.simulator.schedule.op import OpId
 from megatrain.simulator.schedule.plan import Plan
-from megatrain.simulator.verdict import verdict
+from megatrain.simulator.verdict import notes
 
 WORK = Workload(batch=8, sequence=1024)
 ROWWISE = msgspec.structs.replace(WORK, fp8="rowwise")
@@ -140,23 +140,23 @@ def test_rows_that_do_not_fit_stay_in_bf16() -> None:
     assert op_work(SMALL, "backward", "0", odd) == op_work(SMALL, "backward", "0", plain)
     assert (fp8_share(SMALL, ROWWISE), fp8_share(SMALL, odd)) == (1.0, 0.0)
     assert activations_estimate(SMALL, odd) == activations_estimate(SMALL, plain)
-    assert "none of the matrix products is in fp8, because the 1,023" in verdict._fp8(SMALL, odd)
-    assert verdict._fp8(SMALL, WORK) == ""
+    assert "none of the matrix products is in fp8, because the 1,023" in notes.fp8(SMALL, odd)
+    assert notes.fp8(SMALL, WORK) == ""
 
 
 def test_experts_and_routers_stay_in_bf16() -> None:
     mixture = ModelSpec.load("mixtral-8x7b")
     assert set(mixture.fp8_weights("0")) == {f"self_attn.{name}_proj.weight" for name in "qkvo"}
-    assert verdict._fp8(mixture, ROWWISE) == (
+    assert notes.fp8(mixture, ROWWISE) == (
         "10.6 % of the layers' matrix products, by FLOPs, are in fp8 (rowwise); these stay in bf16:"
         " mlp.gate.weight, mlp.experts.gate_up_proj, mlp.experts.down_proj"
     )
     latent = ModelSpec.load("deepseek-v3")
-    assert verdict._fp8(latent, ROWWISE).endswith(
+    assert notes.fp8(latent, ROWWISE).endswith(
         "bf16: mlp.experts.gate_up_proj, mlp.experts.down_proj, mlp.gate.weight"
     )
-    assert verdict._fp8(SMALL, ROWWISE).startswith("100 % of the layers' matrix products")
-    assert verdict._fp8(SMALL, ROWWISE).endswith("(rowwise)")
+    assert notes.fp8(SMALL, ROWWISE).startswith("100 % of the layers' matrix products")
+    assert notes.fp8(SMALL, ROWWISE).endswith("(rowwise)")
 
 
 def test_layers_that_are_never_compiled_cast_as_eager_ones() -> None:

@@ -29,7 +29,7 @@ from megatrain.simulator.planner.assessment import step_seconds
 from megatrain.simulator.policies import lower
 from megatrain.simulator.schedule import Schedule
 from megatrain.simulator.schedule.plan import Plan
-from megatrain.simulator.verdict.verdict import step_range
+from megatrain.simulator.verdict.step_range import step_range
 
 COMPARED_STEPS = 3
 """Number of steps that are compared, after the warm-up."""

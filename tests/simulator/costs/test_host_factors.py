@@ -37,7 +37,8 @@ from megatrain.simulator.policies import lower
 from megatrain.simulator.schedule import Op
 from megatrain.simulator.schedule.plan import Placement, Plan
 from megatrain.simulator.verdict.multi_gpu import estimate
-from megatrain.simulator.verdict.verdict import described, step_range
+from megatrain.simulator.verdict.step_range import step_range
+from megatrain.simulator.verdict.verdict import described
 
 RESULTS = Path(__file__).parents[3] / "experiments" / "results"
 STORED = HardwareSpec.load(str(RESULTS / "h200-heldout" / "hardware.toml"))

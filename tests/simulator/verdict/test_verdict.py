@@ -28,8 +28,9 @@ from megatrain.simulator.policies import contenders, lower, names, outline, peer
 from megatrain.simulator.schedule import Op, Schedule
 from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
 from megatrain.simulator.schedule.timeline import Span, Timeline
+from megatrain.simulator.verdict import notes
 from megatrain.simulator.verdict.multi_gpu import MOST_GPUS
-from megatrain.simulator.verdict.verdict import Verdict, _eager, judge, summarize
+from megatrain.simulator.verdict.verdict import Verdict, judge, summarize
 
 GIB = 2**30
 H200 = HardwareSpec.load("h200")
@@ -628,7 +629,7 @@ def test_the_memory_of_compiled_written_out_scores_is_a_condition() -> None:
     assert not linear[1].eager
     config = tiny_config("falcon_h1", num_hidden_layers=2).to_dict()
     mixers = ModelSpec.from_config(config, "config.json")
-    assert _eager(mixers, work) == (
+    assert notes.eager(mixers, work) == (
         "2 of 2 layers are not compiled, since layers with a state-space mixer always run eagerly"
     )
     assert not found.eager

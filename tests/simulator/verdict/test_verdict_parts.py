@@ -22,14 +22,13 @@ from megatrain.simulator.planner.assessment import Choice, RunnerUp, assess, mem
 from megatrain.simulator.planner.search import _with_runner_up, rank, search
 from megatrain.simulator.schedule.plan import Knobs, Plan
 from megatrain.simulator.verdict import alternatives as library
+from megatrain.simulator.verdict import notes
 from megatrain.simulator.verdict.advice import _formats_last, _note
 from megatrain.simulator.verdict.multi_gpu import MultiGpu, check_gpus, estimate
 from megatrain.simulator.verdict.suggestion import Suggestion, as_options
 from megatrain.simulator.verdict.verdict import (
     Verdict,
     _attention_ns,
-    _documents,
-    _lacking,
     _shares,
     summarize,
     train_for,
@@ -166,14 +165,14 @@ def test_the_host_s_memory_is_assumed_if_it_is_not_given(make_plan: MakePlan) ->
 
 
 def test_the_missing_bytes_are_given_for_each_memory(make_plan: MakePlan) -> None:
-    verdict = summarize(chosen(make_plan("k_buffer")), H200)
+    account = chosen(make_plan("k_buffer")).account
 
     def lacking(device: int, host: int) -> str:
-        return _lacking(
+        return notes.lacking(
             msgspec.structs.replace(
-                verdict,
-                device_peak_bytes=verdict.device_limit_bytes + device,
-                host_peak_bytes=verdict.host_limit_bytes + host,
+                account,
+                device_limit_bytes=account.device_peak_bytes - device,
+                host_limit_bytes=account.host_peak_bytes - host,
             )
         )
 
@@ -233,10 +232,10 @@ def test_a_mask_between_documents_is_named_where_it_costs(
     packed, plain = (Workload(batch=1, sequence=8, documents=each) for each in (True, False))
     masked = msgspec.structs.replace(packed, dtype="fp32")
     model = make_model(family="llama")
-    assert _documents(model, masked).startswith("in fp32 a mask ")
-    assert not _documents(model, packed)
-    assert not _documents(model, msgspec.structs.replace(plain, dtype="fp32"))
-    assert not _documents(make_model(family="gemma2"), masked)
+    assert notes.documents(model, masked).startswith("in fp32 a mask ")
+    assert not notes.documents(model, packed)
+    assert not notes.documents(model, msgspec.structs.replace(plain, dtype="fp32"))
+    assert not notes.documents(make_model(family="gemma2"), masked)
 
 
 def test_several_gpus_take_less_time_and_the_energy_of_all(make_plan: MakePlan) -> None:
