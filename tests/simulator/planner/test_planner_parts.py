@@ -22,7 +22,7 @@ from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner import filling as filling_module
-from megatrain.simulator.planner import placement_search, slot_search
+from megatrain.simulator.planner import placement_search, slot_search, whole_layers
 from megatrain.simulator.planner.assessment import assess, plan_account, with_knobs
 from megatrain.simulator.planner.batch_splits import _quick, splits
 from megatrain.simulator.planner.capacity import _closest, _enough, _merged, _most, resized, usable
@@ -938,7 +938,7 @@ def test_numbers_of_whole_layers_count_inputs_that_saved_layers_do_not_offload(
     plan = placed(streaming(make_plan), offloaded_inputs="all")
     search = PlacementSearch(plan, cost_model(H200, plan.model, plan.workload))
     whole = search.filling.whole(plan, Whole(0))
-    saving = placement_search._saving(whole, 5)
+    saving = whole_layers._saving(whole, 5)
     needed = search.filling.account(saving).host_peak_bytes
     assert needed < search.filling.account(whole).host_peak_bytes
     tight = msgspec.structs.replace(plan, host_limit_bytes=needed)
