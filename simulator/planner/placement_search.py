@@ -26,7 +26,7 @@ and then improves the best one:
    it is nearly as fast as the best plan now. If the climb ends at a faster plan, continue with
    both plans.
 7. Try plans that update all streamed layers on the host and keep the whole state of the others on
-   the device (`with_whole_layers`), and climb from the best one.
+   the device (`whole_layers.py`), and climb from the best one.
 8. Try plans with fewer slots and more state on the device (`_with_fewer_slots`), and climb.
 9. Try plans that save no activations and have as many weight slots as fit (`_with_many_slots`), and
    climb. With several GPUs, also try plans that save some activations less, or keep fewer
@@ -254,7 +254,7 @@ class PlacementSearch(WholeLayers):
         bounds = [self.lower_bound.step_ns(plan) for plan in fitting]
         return min(zip(bounds, fitting, strict=True), key=lambda entry: entry[0], default=None)
 
-    def first_ns(self, limit_ns: float = math.inf) -> float:
+    def first_ns(self, limit_ns: float) -> float:
         """Returns the step time, in ns, of the fastest plan that `best` would refine. Returns
         infinity if no plan fits, or if `best` would skip all plans because of `limit_ns`.
         """

@@ -509,8 +509,8 @@ class Adviser:
         gain: float,
         saved: int,
         *,
+        note: str,
         compressed: bool = False,
-        note: str = "",
     ) -> Suggestion:
         return Suggestion(
             change=change,
