@@ -134,6 +134,19 @@ def format_bytes(count: float) -> str:
     return f"{value:.2f} TiB"
 
 
+def format_at_least(count: int) -> str:
+    """Returns a size like `format_bytes`, but rounded up, for memory that must be enough.
+
+    >>> format_at_least(25769803777), format_at_least(25769803776)
+    ('24.01 GiB', '24.00 GiB')
+    """
+    unit = 1
+    while count >= 1024 * unit and unit < 2**40:
+        unit *= 1024
+    hundredths = -(-100 * count // unit)
+    return format_bytes(unit * hundredths / 100)
+
+
 def format_seconds(seconds: float) -> str:
     """Returns a duration in s, ms or us.
 

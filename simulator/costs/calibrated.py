@@ -388,11 +388,14 @@ class Calibrated(ContendedCosts):
             or self.table.loss_chunk in (0, self._datasheet.workload.loss_chunk)
         ):
             return 1.0, False
-        workload, factor, nearest = self._datasheet.workload, 1.0, self.table.loss_chunk
+        workload, usual = self._datasheet.workload, self.table.loss_chunk
+        factor, nearest = 1.0, usual
         if op.kind == "head":
-            known = {point[0] for points in self.table.heads.values() for point in points}
+            known = {point[0] for points in self.table.heads.values() for point in points} | {usual}
             for chunk in sorted(chunk for chunk in known if chunk <= workload.loss_chunk):
-                if head := other_head(self.table, op.shape, chunk):
+                if chunk == usual:
+                    factor, nearest = 1.0, usual
+                elif head := other_head(self.table, op.shape, chunk):
                     nearest = chunk
                     factor = head.duration_ns / self.table.compute["head"][head.shape][1]
         if nearest == workload.loss_chunk:

@@ -120,7 +120,7 @@ def _workspace(
         for field in Workspace.__struct_fields__
     }
     on_line = Workspace(
-        **{field: interpolate(values, workload.tokens)[0] for field, values in line.items()}
+        **{field: _bytes_at(values, workload.tokens) for field, values in line.items()}
     )
     return msgspec.structs.replace(on_line, head=_head_bytes(line["head"], model, workload))
 
@@ -139,7 +139,7 @@ def _head_bytes(points: tuple[tuple[int, int], ...], model: ModelSpec, workload:
         if (tokens > workload.loss_chunk) == (workload.tokens > workload.loss_chunk)
     )
     if len(alike) > 1:
-        return interpolate(alike, workload.tokens)[0]
+        return _bytes_at(alike, workload.tokens)
     nearest, size = min(
         alike or points, key=lambda point: abs(math.log(point[0] / workload.tokens))
     )
@@ -147,6 +147,16 @@ def _head_bytes(points: tuple[tuple[int, int], ...], model: ModelSpec, workload:
     return max(
         size + workspace_estimate(model, workload).head - workspace_estimate(model, then).head, 0
     )
+
+
+def _bytes_at(points: tuple[tuple[int, int], ...], tokens: int) -> int:
+    """Returns the bytes for a number of tokens on the line through measured points (tokens, bytes).
+    Beyond the last point they are at least its bytes, because kernels may have needed a little less
+    there than at the point before.
+    """
+    most, size = points[-1]
+    found = interpolate(points, tokens)[0]
+    return max(found, size) if tokens > most else found
 
 
 def _larger(one: Workspace, other: Workspace) -> Workspace:

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from megatrain.simulator.base.units import format_bytes
+from megatrain.simulator.base.units import format_at_least, format_bytes
 from megatrain.simulator.hardware.cost_table import Workspace
 from megatrain.simulator.model.muon import LIBRARY_BYTES
 from megatrain.simulator.model.state_format import CODED_GRADIENT_BYTES, GPU_BLOCK, UPDATE_COSTS
@@ -223,7 +223,7 @@ def _advice(memory: Account, slots: Mapping[str, list[int]]) -> str:
             saved, change = min(savings)
             parts.append(f"{change} would save {format_bytes(saved)}")
         else:
-            more.append(f"{format_bytes(excess)} more of {place} memory (--{place}-memory)")
+            more.append(f"{format_at_least(excess)} more of {place} memory (--{place}-memory)")
     return "; ".join([*parts, *([f"{' and '.join(more)} would be enough"] if more else [])])
 
 

@@ -87,7 +87,7 @@ def _another_machine(
             policies=usual_policies(machine),
         )
         if best is None:
-            return
+            continue
         yield _suggestion(
             best,
             f"--hardware {machine.name}",
@@ -141,7 +141,7 @@ def _smaller_model(
             policies=usual_policies(hardware),
         )
         if best is None:
-            return
+            continue
         yield msgspec.structs.replace(
             _suggestion(best, model.name, {}, "a smaller model"), model=model.name
         )

@@ -393,12 +393,11 @@ def train_for(verdict: Verdict, hardware: HardwareSpec, tokens: int) -> Training
     several = verdict.multi_gpu
     if several and several.refused:
         several = None
-    if not (verdict.feasible and (several is None or several.feasible)):
+    used = several or verdict
+    if not used.feasible:
         return None
-    speed, gpus = (
-        (several.tokens_per_second, several.gpus) if several else (verdict.tokens_per_second, 1)
-    )
-    hours = tokens / speed / 3600
+    gpus = several.gpus if several else 1
+    hours = tokens / used.tokens_per_second / 3600
     unknown = several is not None and hardware.costs is not None  # no range of all GPUs
     low, high = (
         None if end is None or unknown else hours * end / verdict.step_seconds
@@ -597,10 +596,10 @@ def _longest_in_pieces(
     choice: Choice, hardware: HardwareSpec, names: list[str], longest: int | None
 ) -> int | None:
     """Returns `Verdict.longest_context_in_pieces`. `longest` is the longest context without
-    pieces.
+    pieces. Shorter sequences than `LONG_SEQUENCE` are not computed in pieces.
     """
     plan, work = choice.plan, choice.plan.workload
-    if work.sequence < LONG_SEQUENCE or work.token_piece or work.fp8:
+    if max(work.sequence, longest or 0) < LONG_SEQUENCE or work.token_piece or work.fp8:
         return None
     if plan.model.pieces_obstacle(compiled=work.compiled):
         return None

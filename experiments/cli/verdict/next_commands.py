@@ -22,8 +22,8 @@ def next_commands(args: argparse.Namespace, verdict: Verdict) -> list[tuple[list
 
     For a model that fits, the commands train it and write its plan. Otherwise, one lists the models
     that fit with the same options except the micro-batch. If the model fits on the several GPUs of
-    `--gpus`, one writes the plan for them. Training needs weights, so a model that is not a folder
-    is called MODEL.
+    `--gpus`, one writes the plan for them. No command of `plan` is suggested with `--cores`, which
+    it does not have. Training needs weights, so a model that is not a folder is called MODEL.
 
     Args:
         args: the options as they were given, with `--state any` not yet replaced.
@@ -49,16 +49,19 @@ def next_commands(args: argparse.Namespace, verdict: Verdict) -> list[tuple[list
         return several
     measured = [*hardware, *limits] if verdict.calibrated else []
     model = args.model if os.path.isdir(args.model) else "MODEL"
+    size = _options({"tokens-per-step": (args.tokens_per_step, None)})
+    trained = [*measured, *policy, *size, *kept, "--out", "RUN"]
     planned = [*machine, *policy, *_size(verdict, work), *kept, "--out", "plan.toml"]
+    plan = (
+        _quoted("plan", args.model, *planned),
+        "only writes the plan of this verdict, for `megatrain train`",
+    )
     return [
         (
-            _quoted("train", model, "--data", "DATA", *measured, *policy, *kept, "--out", "RUN"),
+            _quoted("train", model, "--data", "DATA", *trained),
             "on that machine: measures it if needed, plans and trains",
         ),
-        (
-            _quoted("plan", args.model, *planned),
-            "only writes the plan of this verdict, for `megatrain train`",
-        ),
+        *([plan] if args.cores is None else []),
         *several,
     ]
 
@@ -67,10 +70,10 @@ def _for_several(
     args: argparse.Namespace, verdict: Verdict, machine: list[str]
 ) -> list[tuple[list[str], str]]:
     """Returns the command that writes the plan for the GPUs of `--gpus`, or nothing if they cannot
-    share the step or if the model does not fit on them.
+    share the step, if the model does not fit on them, or with `--cores`.
     """
     shared = verdict.multi_gpu
-    if not shared or not shared.feasible or not shared.workload:
+    if not shared or not shared.feasible or not shared.workload or args.cores is not None:
         return []
     gpus = {
         "gpus": (shared.gpus, None),

@@ -68,7 +68,7 @@ def text(
     lines = [*heading(verdict, width), ""]
     if verdict.feasible:
         lines += _speed(verdict, width)
-    lines += memory(verdict, width)
+    lines += _time(verdict, width) + memory(verdict, width)
     if verdict.feasible and verdict.step_shares:
         lines += labelled("Step", shares(verdict), width)
     if verdict.feasible and verdict.network:
@@ -216,31 +216,34 @@ def _shortage(verdict: Verdict) -> str:
 
 
 def _speed(verdict: Verdict, width: int) -> list[str]:
-    """Returns the lines on speed, and on time and energy if a number of tokens was given."""
+    """Returns the lines on the speed of one GPU."""
     work = verdict.workload
     certainty = "; ".join(filter(None, (spread(verdict), rates_source(verdict))))
-    lines = labelled(
-        "Speed", f"{layout.speed(verdict.tokens_per_second)} tokens/s ({certainty})", width
-    )
+    one = " on one GPU" if verdict.multi_gpu else ""
+    speed = f"{layout.speed(verdict.tokens_per_second)} tokens/s{one} ({certainty})"
+    lines = labelled("Speed", speed, width)
     step = f"{layout.seconds(verdict.step_seconds)} a step of {step_tokens(work)}"
     most = "fastest" if verdict.workload.token_piece else "largest"
     chosen = f", the {most} micro-batch up to 32 that fits" if verdict.batch_chosen else ""
     mfu = f", MFU {verdict.mfu:.0%}" if verdict.mfu is not None else ""
-    lines += labelled("", f"{step}{chosen}{mfu}", width)
-    training = verdict.training
-    if training is not None:
-        spent = [end for end in (training.hours_low, training.hours_high) if end is not None]
-        tokens = layout.count(training.tokens)
-        energy = (
-            f", {layout.rough(training.energy_kwh)} kWh of GPU energy"
-            if training.energy_kwh is not None
-            else ""
-        )
-        several = verdict.multi_gpu
-        gpus = f" on {'one GPU' if several.refused else f'{several.gpus} GPUs'}" if several else ""
-        took = layout.hours(training.hours, *spent)
-        lines += labelled("Time", f"{tokens} tokens in {took}{gpus}{energy}", width)
-    return lines
+    return lines + labelled("", f"{step}{chosen}{mfu}", width)
+
+
+def _time(verdict: Verdict, width: int) -> list[str]:
+    """Returns the lines on time and energy if a number of tokens was given."""
+    training, several = verdict.training, verdict.multi_gpu
+    if training is None:
+        return []
+    spent = [end for end in (training.hours_low, training.hours_high) if end is not None]
+    tokens = layout.count(training.tokens)
+    energy = (
+        f", {layout.rough(training.energy_kwh)} kWh of GPU energy"
+        if training.energy_kwh is not None
+        else ""
+    )
+    gpus = f" on {'one GPU' if several.refused else f'{several.gpus} GPUs'}" if several else ""
+    took = layout.hours(training.hours, *spent)
+    return labelled("Time", f"{tokens} tokens in {took}{gpus}{energy}", width)
 
 
 def spread(verdict: Verdict) -> str:

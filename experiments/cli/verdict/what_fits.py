@@ -82,10 +82,7 @@ def _verdict(args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec)
     usual = args.policy in ("best", "all")
     if usual and from_options.state_exceeds_memory(args, hardware, model):
         return None
-    args = from_options.with_attention_kernel(args, hardware, model)
-    if args.batch is None:
-        args = from_options.with_fitting_batch(args, hardware, model)
-    args = from_options.with_loss_chunk(args, hardware, model)
+    args, _ = from_options.with_fitting_workload(args, hardware, model)
     names = usual_policies(hardware) if usual else [args.policy]
     choices = candidates(
         model,

@@ -33,6 +33,7 @@ from megatrain.simulator.planner.search import candidates
 from megatrain.simulator.policies import evaluation, lower, names, peers
 from megatrain.simulator.schedule.plan import Knobs, Plan
 from megatrain.simulator.schedule.timeline import Timeline
+from megatrain.simulator.verdict import alternatives
 from megatrain.simulator.verdict.verdict import Verdict
 
 WORK = ("--batch", 2, "--seq", 16, "--loss-chunk", 16, "--dtype", "fp32")
@@ -636,7 +637,8 @@ def test_the_text_has_the_numbers_of_the_json(command: Any) -> None:
             shown = f"{verdict_text.CLASS_NAMES[name]} {size / 2**30:.1f}"
             assert size < 0.05 * 2**30 or shown in text
     assert (
-        f"a context of up to {report['longest_context']:,} tokens"
+        f"a context of up to {report['longest_context']:,} tokens,"
+        f" {report['longest_context_in_pieces']:,} with --token-piece 2048"
         " (the model's own limit is 131,072), or"
         f" {report['largest_batch']:,} sequences of 1,024" in text
     )
@@ -897,6 +899,48 @@ def test_the_list_of_models_that_fit_uses_the_given_options(
     assert what
     given = parse(["check", *machine, *words])
     assert parse(shlex.split(listed.replace("\\ ", ""))[1:]) == given
+
+
+def test_the_list_has_models_that_fit_only_in_pieces_of_tokens(
+    command: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression test: no model was listed, but `check` of this model said YES."""
+    only = ModelSpec.load("qwen2.5-0.5b")
+    monkeypatch.setattr(alternatives, "library_models", lambda: [only])
+    machine = ("--hardware", "rtx4090", "--host-memory", "16GiB", "--seq", "259149")
+    outcome = command("check", *machine)
+    assert outcome.status == 0
+    (line,) = [line for line in outcome.out.splitlines() if line.startswith(only.name)]
+    one = json.loads(command("check", only.name, *machine, "--json").out)
+    assert one["feasible"]
+    assert one["workload"]["token_piece"]
+    assert line.split()[3:5] == ["1", f"{one['tokens_per_second']:,.0f}"]
+
+
+@pytest.mark.usefixtures("searched_once", "without_advice")
+def test_cores_and_tokens_per_step_are_kept_where_a_command_has_them(command: Any) -> None:
+    """Regression test: a `plan` command without the cores had another step time than the verdict,
+    and the `train` command had another number of tokens per step.
+    """
+    words = ("check", "qwen2.5-0.5b", "--hardware", "h200", "--gpus", "2")
+    text = flat(command(*words, "--tokens-per-step", "65536").out)
+    assert "megatrain train MODEL --data DATA --tokens-per-step 65536 --out RUN" in text
+    assert text.count("megatrain plan qwen2.5-0.5b") == 2
+    text = flat(command(*words, "--cores", "8", "--batch", "4").out)
+    assert "megatrain train MODEL --data DATA --out RUN" in text
+    assert "megatrain plan qwen2.5-0.5b" not in text
+
+
+@pytest.mark.usefixtures("without_advice")
+def test_time_is_that_of_several_gpus_if_one_does_not_suffice(command: Any) -> None:
+    """Regression test: `--tokens` was ignored."""
+    words = ("check", "llama-3.1-70b", "--hardware", "h200", "--host-memory", "700GiB")
+    text = flat(command(*words, "--gpus", "8", "--tokens", "1B", "--batch", "1").out)
+    assert "It does not fit on one H200" in text
+    assert re.search(
+        r"Time 1 B tokens in [\d.]+ (hours|days) \([\d.]+ to [\d.]+\) on 8 GPUs, ", text
+    )
+    assert "Time" not in flat(command(*words, "--tokens", "1B", "--batch", "1").out)
 
 
 @pytest.mark.usefixtures("searched_once", "without_advice")

@@ -354,6 +354,27 @@ def test_a_head_with_an_unmeasured_chunk_is_derived_from_the_largest_measured_on
     )
 
 
+def test_a_head_with_a_larger_chunk_is_derived_from_the_usual_one_if_that_is_nearest() -> None:
+    """Regression test: it was derived from a smaller chunk that was measured in addition."""
+    model, usual = ModelSpec.load("qwen2.5-3b"), 2048
+    measured = table(
+        compute={"head": {SHAPE.format(8): (80, 1_000_000)}},
+        heads={SHAPE.format(8): ((1024, 3_000_000, 700),)},
+        loss_chunk=usual,
+    )
+    head = Op(id="H.m0", lane="compute", flops=80, shape=SHAPE.format(8))
+
+    def ns(machine: HardwareSpec, chunk: int) -> int:
+        work = Workload(batch=8, sequence=1024, loss_chunk=chunk)
+        return cost_model(machine, model, work).duration_ns(head)
+
+    sheet = HardwareSpec.load("h200")
+    hardware = msgspec.structs.replace(sheet, costs=measured)
+    share = ns(sheet, 2049) / ns(sheet, usual)
+    assert ns(hardware, 2049) == pytest.approx(share * 1_000_000, rel=0.001)
+    assert ns(hardware, 1024) == 3_000_000
+
+
 def test_a_smaller_head_with_another_chunk_never_has_fewer_than_no_bytes() -> None:
     """Another chunk saves 200 bytes of the large micro-batch. The small one has only 100."""
     model = ModelSpec.load("qwen2.5-3b")
@@ -574,6 +595,18 @@ def test_workspace_is_a_line_over_the_tokens() -> None:
     assert costs.workspace(model, Workload(batch=20, sequence=1024, dtype="fp32")) is None
     alone = Calibrated(table(workspace={SHAPE.format(8): small}))
     assert alone.workspace(model, Workload(batch=20, sequence=1024)) is None
+
+
+def test_more_tokens_than_were_measured_need_at_least_as_much_workspace() -> None:
+    """Regression test: a layer that took a little less with more tokens was predicted to take less
+    and less.
+    """
+    small, large = Workspace(layer=300, head=50, update=7), Workspace(layer=290, head=40, update=7)
+    costs = Calibrated(table(workspace={SHAPE.format(8): small, SHAPE.format(32): large}))
+    model = ModelSpec.load("qwen2.5-3b")
+    assert costs.workspace(model, Workload(batch=64, sequence=1024)) == large
+    between = costs.workspace(model, Workload(batch=20, sequence=1024))
+    assert between == Workspace(layer=295, head=45, update=7)
 
 
 def test_a_head_of_one_chunk_does_not_predict_a_head_of_several() -> None:

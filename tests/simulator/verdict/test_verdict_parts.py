@@ -444,6 +444,17 @@ def test_the_suggested_smaller_model_is_the_largest_of_its_series_or_of_all(
     assert not list(library._smaller_model(plan, H200)), "the model is not smaller than itself"
 
 
+def test_the_next_smaller_model_is_suggested_if_the_search_finds_nothing_for_the_first(
+    make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = msgspec.structs.replace(make_plan("overlapped"), model=ModelSpec.load("qwen3-4b"))
+    found = iter([None, chosen(make_plan("overlapped"))])
+    monkeypatch.setattr(library, "best_estimate", lambda *_, **__: next(found))
+    monkeypatch.setattr(library, "_fits", lambda other, _: other.model.name.startswith("qwen3"))
+    (suggestion,) = library._smaller_model(plan, H200)
+    assert suggestion.model == "qwen3-0.6b"
+
+
 @pytest.mark.parametrize(
     ("machine", "expected"), [("h200", "cudnn"), ("a100-80-sxm", None), ("gh200-96", "cudnn")]
 )
