@@ -59,7 +59,7 @@ SLOWER = 1.005
 
 The search tries only some plans, so it may miss the best one by a little.
 """
-SELDOM = 0.03
+SELDOM = 0.02
 """Share of the drawn examples in which a step may become longer by more than `SLOWER`."""
 
 
