@@ -62,6 +62,10 @@ _LIKELY_GAIN = 0.01
 # A package is suggested only if decoder layers compute faster by this factor with its kernel.
 _LEAST_LAYERS_GAIN = 1.05
 _LOSS_CHUNKS = (512, 256, 128)
+_A_LITTLE_MORE = (1.0, 1.03, 1.1)
+"""Factors on the host memory that the fastest plan needs. The first is suggested with which a
+search finds a plan that is slower by less than `_NEARLY`."""
+_NEARLY = 1.005
 
 
 class Search(Protocol):
@@ -290,14 +294,19 @@ class Adviser:
         if self.hardware.unified:
             return []
         fastest = self.search(self.work, **self._limits | {"host_limit": _PLENTY})
-        if fastest is None or (size := rounded_up(fastest.account.host_peak_bytes)) <= least:
+        if fastest is None or rounded_up(needed := fastest.account.host_peak_bytes) <= least:
             return []
-        return [
-            msgspec.structs.replace(
-                entry, note="more host memory gains nothing at this micro-batch"
-            )
-            for entry in self._memory({"host": size}, choice=fastest)
-        ]
+        # With just enough memory, a search may end at a slower plan.
+        for more in _A_LITTLE_MORE:
+            size = rounded_up(round(more * needed))
+            found = self.search(self.work, **self._limits | {"host_limit": size})
+            if found and found.step_seconds <= _NEARLY * fastest.step_seconds:
+                note = "more host memory gains nothing at this micro-batch"
+                return [
+                    msgspec.structs.replace(entry, note=note)
+                    for entry in self._memory({"host": size}, choice=found)
+                ]
+        return []
 
     def _least_host(self, footprint: MemoryFootprint, work: Workload | None = None) -> int:
         """Returns the least host memory with which the footprint fits, in bytes.
