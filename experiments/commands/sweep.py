@@ -107,6 +107,21 @@ def describe(parser: argparse.ArgumentParser) -> None:
     options.add_workload(parser, dtype=None, any_state=False)
 
 
+def _without_effect(args: argparse.Namespace) -> list[str]:
+    """Returns the options that no point uses, because each grid has the axis of the same name. An
+    option with its default value is left out.
+    """
+    parser = options.OneLineParser()
+    describe(parser)
+    found = []
+    for axis in sorted(set.intersection(*map(set, grids_of(args)))):
+        name = {"sequence": "seq", "compiled": "compile"}.get(axis, axis)
+        value = getattr(args, name, None)
+        if value != parser.get_default(name):
+            found.append(f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}"))
+    return found
+
+
 def grids_of(args: argparse.Namespace) -> list[Axes]:
     """Returns the grids of `--grid`, each with the axes of `--over` added.
 
@@ -314,6 +329,8 @@ def run(args: argparse.Namespace) -> int:
         write_csv(csv_path, store.rows.values())
         outdated = replaced(store.rows.values(), rows)
     print(_what_was_planned(entries, len(impossible)))
+    for option in _without_effect(args):
+        print(f"{option} has no effect, because an axis gives each point its own value")
     if outdated:
         print(
             f"left {counted(outdated, 'earlier row')} out of {csv_path.name}: made with another"

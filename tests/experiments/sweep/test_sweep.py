@@ -969,3 +969,30 @@ def test_executed_rows_do_not_replace_simulated_ones_of_another_simulator(make_p
     assert latest([row, measured, later]) == [measured, later]
     assert replaced([row, measured], [measured]) == 0
     assert replaced([row, measured, later], [later]) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("--batch", "16"), "--batch 16"),
+        (("--policy", "resident", "--over", "policy", "k_buffer"), "--policy resident"),
+        (("--compile", "--over", "compile", "true", "false"), "--compile"),
+    ],
+)
+def test_an_option_that_an_axis_replaces_is_named(
+    command: Any, tmp_path: Path, words: tuple[str, ...], named: str
+) -> None:
+    """Regression test: it had no effect, and nothing said so."""
+    base = ("sweep", "qwen2.5-0.5b", "--hardware", "h200", "--out", str(tmp_path / "out"))
+    text = command(*base, "--over", "batch", "1", *words).out
+    assert f"{named} has no effect, because an axis gives each point its own value" in text
+    assert text.count("has no effect") == 1
+
+
+def test_an_option_that_one_of_two_grids_uses_is_not_named(command: Any, tmp_path: Path) -> None:
+    file, out = tmp_path / "grids.toml", str(tmp_path / "out")
+    file.write_text("[[grid]]\nbatch = [1]\n[[grid]]\nclipping = ['none']\n")
+    base = ("sweep", "qwen2.5-0.5b", "--hardware", "h200", "--out", out, "--grid", str(file))
+    outcome = command(*base, "--batch", "4", "--policy", "k_buffer")
+    assert "has no effect" not in outcome.out
+    assert sorted(load_sweep(out)["batch"]) == [1, 4]
