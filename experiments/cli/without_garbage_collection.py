@@ -23,8 +23,4 @@ def without_garbage_collection() -> Iterator[None]:
         yield
     finally:
         if was_enabled:
-            # These two calls mark all objects as old. The collector would otherwise traverse the
-            # new ones at once, which takes 0.06 s after `megatrain check` of a 7B model.
-            gc.freeze()
-            gc.unfreeze()
             gc.enable()

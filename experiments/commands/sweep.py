@@ -272,7 +272,7 @@ def run(args: argparse.Namespace) -> int:
     )
 
     from megatrain.experiments.sweep import running
-    from megatrain.experiments.sweep.flat import ROWS, replaced, write_csv
+    from megatrain.experiments.sweep.flat import ROWS, outdated, write_csv
     from megatrain.experiments.sweep.store import Store
     from megatrain.experiments.sweep.table import point, table
     from megatrain.runtime.host import cores
@@ -326,15 +326,18 @@ def run(args: argparse.Namespace) -> int:
         else:
             running.simulate(todo, hardware, store, advance, jobs=args.jobs or cores())
         rows = [store.rows[key] for key in keys]
+        left_out = outdated(store.rows.values(), rows)
+        if outdated(rows, store.rows.values()):
+            store.add(rows)  # they were made before rows of another simulator or machine file
         write_csv(csv_path, store.rows.values())
-        outdated = replaced(store.rows.values(), rows)
     print(_what_was_planned(entries, len(impossible)))
     for option in _without_effect(args):
         print(f"{option} has no effect, because an axis gives each point its own value")
-    if outdated:
+    if left_out:
         print(
-            f"left {counted(outdated, 'earlier row')} out of {csv_path.name}: made with another"
-            f" simulator, or another version of {args.hardware}; {store_path.name} keeps them"
+            f"left {counted(len(left_out), 'earlier row')} out of {csv_path.name}: made with"
+            f" another simulator, or another version of {args.hardware}; {store_path.name} keeps"
+            " them"
         )
     print(table(rows, axes))
     seconds = time.perf_counter() - begun

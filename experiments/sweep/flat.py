@@ -56,27 +56,54 @@ def latest(rows: Iterable[SweepRow]) -> list[SweepRow]:
     these are a result. Executed and simulated rows do not replace each other.
     """
     rows = list(rows)
-    last = {_kind(row): row.made_with for row in rows}
+    current = _current(rows)
     found: dict[bytes, SweepRow] = {}
     for row in rows:
-        if row.made_with == last[_kind(row)]:
+        if _is_current(row, current):
             plan = (row.policy, row.workload, row.device_limit_bytes, row.host_limit_bytes)
             knobs = None if row.planned else row.knobs
-            found[msgspec.msgpack.encode((_kind(row), plan, knobs))] = row
+            key = msgspec.msgpack.encode((_place(row), row.kind, plan, knobs))
+            found.pop(key, None)  # so that the order is that of the last rows
+            found[key] = row
     return list(found.values())
 
 
-def replaced(rows: Iterable[SweepRow], now: Iterable[SweepRow]) -> int:
-    """Returns how many of `rows` were made with another simulator or another version of the
+def outdated(rows: Iterable[SweepRow], now: Iterable[SweepRow]) -> list[SweepRow]:
+    """Returns those of `rows` that were made with another simulator or another version of the
     machine's file than those of `now` of the same model and machine.
     """
-    last = {_kind(row): row.made_with for row in now}
-    return sum(last.get(_kind(row), row.made_with) != row.made_with for row in rows)
+    current = _current(now)
+    return [row for row in rows if not _is_current(row, current)]
 
 
-def _kind(row: SweepRow) -> tuple[str, str, bool]:
-    """Returns the model and the machine of a row, and whether it was executed."""
-    return row.model, row.hardware, row.executed
+_Place = tuple[str, str, str]
+
+
+def _place(row: SweepRow) -> _Place:
+    """Returns the model and the machine of a row."""
+    return row.model, row.hardware, row.machine
+
+
+def _current(rows: Iterable[SweepRow]) -> dict[tuple[_Place, str], str]:
+    """Returns (model and machine, kind of row) -> `made_with` of the last row. Impossible rows
+    decide nothing, because they are made for both other kinds.
+    """
+    return {(_place(row), row.kind): row.made_with for row in rows if row.kind != "impossible"}
+
+
+def _is_current(row: SweepRow, current: dict[tuple[_Place, str], str]) -> bool:
+    """Returns whether a row was made with what `current` names for its model and machine. A row
+    stored before 2026-11-30 does not say where the machine's file was, so any later row of a
+    machine with the same name replaces it.
+    """
+    if not row.made_with:
+        return not any(
+            made_with and (model, hardware) == (row.model, row.hardware)
+            for ((model, hardware, _), _), made_with in current.items()
+        )
+    kinds = ("executed", "simulated") if row.kind == "impossible" else (row.kind,)
+    wanted = [current[_place(row), kind] for kind in kinds if (_place(row), kind) in current]
+    return not wanted or row.made_with in wanted
 
 
 def flat_row(row: SweepRow) -> dict[str, object]:

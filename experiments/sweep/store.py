@@ -4,8 +4,9 @@ interrupted sweep can continue.
 The key of a row is a digest of everything that decides the row: the plan, the machine, the
 simulator's sources, and the files outside the package that define the policy, the optimizer or the
 cost model. So a sweep with an edited policy is simulated again. If a key occurs twice, the later
-line counts. The first part of a key, up to a hyphen, depends only on the machine, its cost model
-and the simulator (`made_with`).
+line counts. A key has three parts with hyphens between them: a digest of where the machine's file
+is (`SweepRow.machine`), a digest of the machine, its cost model and the simulator (`made_with`),
+and a digest of the rest.
 """
 
 from __future__ import annotations
@@ -117,16 +118,23 @@ class SweepRow(msgspec.Struct, frozen=True, kw_only=True):
     """For an execution, the peak of the process's resident memory."""
 
     @property
-    def made_with(self) -> str:
-        """Digest of the machine, its cost model and the simulator. Empty for a row that was stored
-        before 2026-11-30.
-        """
-        return self.key.rpartition("-")[0]
+    def machine(self) -> str:
+        """Digest of where the machine's file is. Empty for a row stored before 2026-11-30."""
+        return self.key.partition("-")[0] if "-" in self.key else ""
 
     @property
-    def executed(self) -> bool:
-        """Whether the plan was to be executed."""
-        return self.predicted_seconds is not None
+    def made_with(self) -> str:
+        """Digest of the machine, its cost model and the simulator. Empty for a row stored before
+        2026-11-30.
+        """
+        return self.key.rpartition("-")[0].partition("-")[2]
+
+    @property
+    def kind(self) -> Literal["impossible", "executed", "simulated"]:
+        """Whether no plan can have the values of the row, or else how its plan was to be timed."""
+        if self.predicted_seconds is not None:
+            return "executed"
+        return "impossible" if self.decided_by == "refused" else "simulated"
 
     @property
     def timed(self) -> bool:
@@ -149,7 +157,7 @@ def sources_digest() -> str:
 class Keys:
     """Makes keys for one model's plans on one machine. `sources` is the digest of the simulator's
     sources, and `context` has everything else on which a row depends. Files outside the package are
-    read once.
+    read once. The plan's `hardware` says where the machine's file is, if it has one.
     """
 
     def __init__(
@@ -161,8 +169,10 @@ class Keys:
         costs = outside_file(hardware)
         source = self._source("cost model", str(costs)) if costs else ""
         made_with = msgspec.msgpack.encode((hardware, source, sources), order="sorted")
-        self.made_with = xxhash.xxh32_hexdigest(made_with)
-        """`SweepRow.made_with` of the rows with these keys."""
+        place = os.path.abspath(plan.hardware) if plan.hardware.endswith(".toml") else plan.hardware
+        self._first = (
+            f"{xxhash.xxh32_hexdigest(place.encode())}-{xxhash.xxh32_hexdigest(made_with)}"
+        )
         self._common = xxhash.xxh3_128(
             made_with + msgspec.msgpack.encode((plan.model, list(context)), order="sorted")
         ).digest()
@@ -184,7 +194,7 @@ class Keys:
             plan.host_limit_bytes,
         )
         rest = xxhash.xxh3_64_hexdigest(self._common + msgspec.msgpack.encode(identity))
-        return f"{self.made_with}-{rest}"
+        return f"{self._first}-{rest}"
 
     def _source(self, what: str, name: str) -> str:
         """Returns the digest of a `.py` file, which defines a `what`, and of the modules that it
@@ -232,10 +242,13 @@ class Store:
         self._file.seek(0)
         rows, whole = parse_rows(self._file.read(), SweepRow, str(self._path))
         self._file.truncate(whole)
-        return {row.key: row for row in rows}
+        last = {row.key: row for row in reversed(rows)}  # the later line of a key counts
+        return dict(reversed(last.items()))
 
     def add(self, rows: Iterable[SweepRow]) -> None:
         """Appends rows to the file and to `rows`."""
         rows = list(rows)
-        self.rows.update((row.key, row) for row in rows)
+        for row in rows:
+            self.rows.pop(row.key, None)  # so that the order is that of the file
+            self.rows[row.key] = row
         write_rows(self._file, rows)

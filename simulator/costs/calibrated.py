@@ -341,16 +341,19 @@ class Calibrated(ContendedCosts):
         It computes the same as a recompute of the whole layer. In a compiled layer with experts,
         both take longer than a forward pass that saves nothing (docs/lab_notes.md, "Forward passes
         that save"). So such a layer takes the time of the recompute, if that was measured and is
-        longer. In other layers the difference is no larger than that between machines.
+        longer. Other layers show no clear difference.
         """
-        found = self._look_up(msgspec.structs.replace(op, writes=()))
-        packings = op.shape, other_packing(op.shape)
+        found, sheet = self._look_up(msgspec.structs.replace(op, writes=())), self._datasheet
         if (
-            self._datasheet is None
-            or not self._datasheet.model.stack[op.layer].experts
+            sheet is None
+            or not sheet.workload.compiled
+            or not sheet.model.stack[op.layer].experts
             or has_pieces(op.shape)
-            or not any(self._has("recompute", each) for each in packings)
         ):
+            return found
+        # A recompute with fp8 products is derived from one without, as a forward pass is.
+        known = (op.shape, without_fp8(op.shape))
+        if not any(self._has("recompute", each) for each in (*known, *map(other_packing, known))):
             return found
         recompute = str(OpId("recompute", op.layer, micro=0))
         return max(found, self._look_up(msgspec.structs.replace(op, id=recompute, writes=())))

@@ -28,7 +28,7 @@ from megatrain.simulator.hardware.machine import HardwareSpec, library
 from megatrain.simulator.memory.formulas import rebuilt_estimate
 from megatrain.simulator.model.metrics import mfu, tflops_6n, tokens_per_second
 from megatrain.simulator.model.specs import ModelSpec
-from megatrain.simulator.model.workload import LEAST_PIECE, LONG_SEQUENCE, Workload
+from megatrain.simulator.model.workload import LEAST_PIECE, Workload
 from megatrain.simulator.planner.assessment import Choice, Estimate, RunnerUp
 from megatrain.simulator.planner.attention_kernel import kernel_gain
 from megatrain.simulator.planner.capacity import (
@@ -596,10 +596,10 @@ def _longest_in_pieces(
     choice: Choice, hardware: HardwareSpec, names: list[str], longest: int | None
 ) -> int | None:
     """Returns `Verdict.longest_context_in_pieces`. `longest` is the longest context without
-    pieces. Shorter sequences than `LONG_SEQUENCE` are not computed in pieces.
+    pieces.
     """
     plan, work = choice.plan, choice.plan.workload
-    if max(work.sequence, longest or 0) < LONG_SEQUENCE or work.token_piece or work.fp8:
+    if work.token_piece or work.fp8:
         return None
     if plan.model.pieces_obstacle(compiled=work.compiled):
         return None

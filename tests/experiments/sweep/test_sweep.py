@@ -21,7 +21,7 @@ from megatrain.experiments.cli.options import OneLineParser
 from megatrain.experiments.commands import sweep
 from megatrain.experiments.files.hardware_file import write_hardware
 from megatrain.experiments.sweep import executed, grid, load_sweep, running, store
-from megatrain.experiments.sweep.flat import latest, replaced, write_csv
+from megatrain.experiments.sweep.flat import latest, outdated, write_csv
 from megatrain.experiments.sweep.front import fastest, front
 from megatrain.experiments.sweep.running import SweepEntry, simulate
 from megatrain.experiments.sweep.simulated import Simulator, likeness
@@ -375,15 +375,15 @@ def test_rows_are_flat(make_plan: Any, tmp_path: Path) -> None:
         store.add([first, unfit, again])
         write_csv(tmp_path / "rows.csv", store.rows.values())
     frame = load_sweep(tmp_path)
-    assert list(frame["step_seconds"].fillna(0)) == [2.5, 0]
-    assert list(frame["fits"]) == [True, False]
+    assert list(frame["step_seconds"].fillna(0)) == [0, 2.5]
+    assert list(frame["fits"]) == [False, True]
     axes_of_plan = {name for name in grid.AXES if name not in ("device_memory", "host_memory")}
     assert axes_of_plan <= set(frame.columns)
     assert all(not isinstance(value, dict) for value in frame.iloc[0])
     assert all(frame[name].dtype == float for name in ("step_seconds", "predicted_seconds"))
     read = pd.read_csv(tmp_path / "rows.csv")
     assert list(read.columns) == list(frame.columns)
-    assert list(read["step_seconds"].fillna(0)) == [2.5, 0]
+    assert list(read["step_seconds"].fillna(0)) == [0, 2.5]
     with pytest.raises(UserError, match="found no such file"):
         load_sweep(tmp_path / "none")
 
@@ -937,7 +937,9 @@ def test_rows_of_another_simulator_or_machine_file_are_left_out(
     """
     machine, out = tmp_path / "machine.toml", tmp_path / "out"
 
-    def swept(host: int, *batches: str) -> tuple[str, list[tuple[int, int]]]:
+    def swept(
+        host: int, *batches: str, machine: Path = machine
+    ) -> tuple[str, list[tuple[int, int]]]:
         write_hardware(machine, msgspec.structs.replace(H200, host_bytes=host * 2**30), "a test")
         text = command(
             "sweep", "qwen2.5-0.5b", "--hardware", str(machine), "--policy", "k_buffer",
@@ -954,21 +956,45 @@ def test_rows_of_another_simulator_or_machine_file_are_left_out(
     text, rows = swept(90, "1", "4")
     assert "left 3 earlier rows out of rows.csv: made with another simulator" in text
     assert rows == [(1, 90), (4, 90)]
+    # Rows of the first file are reused, and the last command decides what is current.
+    text, rows = swept(100, "1", "4")
+    assert "left 2 earlier rows out" in text
+    assert "2 had been done before" in text
+    assert rows == [(1, 100), (2, 100), (4, 100)]
+    # Another file is another machine, even if its name is the same.
+    text, rows = swept(80, "2", machine=tmp_path / "other.toml")
+    assert "earlier row" not in text
+    assert rows == [(1, 100), (2, 80), (2, 100), (4, 100)]
     monkeypatch.setattr(store, "sources_digest", lambda: "other")
-    text, rows = swept(90, "4")
+    text, rows = swept(100, "4")
     assert "left 5 earlier rows out of rows.csv" in text
-    assert rows == [(4, 90)]
-    assert len((out / "rows.jsonl").read_text().splitlines()) == 6
+    assert rows == [(2, 80), (4, 100)]
 
 
-def test_executed_rows_do_not_replace_simulated_ones_of_another_simulator(make_plan: Any) -> None:
-    row = Simulator(H200).row(make_plan("k_buffer"), "old-1")
-    measured = msgspec.structs.replace(row, key="new-2", predicted_seconds=1.0)
-    later = msgspec.structs.replace(row, key="new-3")
-    assert latest([row, measured]) == [row, measured]
+def test_rows_that_were_stored_before_keys_had_parts_are_replaced(make_plan: Any) -> None:
+    old = Simulator(H200).row(make_plan("k_buffer"), "0123456789abcdef")
+    new = msgspec.structs.replace(old, key="a-b-c", host_limit_bytes=old.host_limit_bytes - 1)
+    assert latest([old]) == [old]
+    assert latest([old, new]) == [new]
+    assert outdated([old, new], [new]) == [old]
+    elsewhere = msgspec.structs.replace(new, hardware="another")
+    assert latest([old, elsewhere]) == [old, elsewhere]
+
+
+def test_executed_and_impossible_rows_replace_no_simulated_ones(make_plan: Any) -> None:
+    row = Simulator(H200).row(make_plan("k_buffer"), "here-old-1")
+    measured = msgspec.structs.replace(row, key="here-new-2", predicted_seconds=1.0)
+    impossible = msgspec.structs.replace(row, key="here-new-3", decided_by="refused", reason="no")
+    impossible = msgspec.structs.replace(impossible, host_limit_bytes=1)
+    later = msgspec.structs.replace(row, key="here-new-4")
+    assert [each.kind for each in (row, measured, impossible)] == [
+        "simulated", "executed", "impossible"
+    ]  # fmt: skip
+    assert latest([row, impossible]) == [row]
+    assert latest([row, measured, impossible]) == [row, measured, impossible]
     assert latest([row, measured, later]) == [measured, later]
-    assert replaced([row, measured], [measured]) == 0
-    assert replaced([row, measured, later], [later]) == 1
+    assert outdated([row, measured], [measured]) == []
+    assert outdated([row, measured, later], [later]) == [row]
 
 
 @pytest.mark.parametrize(
