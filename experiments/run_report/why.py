@@ -36,7 +36,7 @@ def reasons(run: ComparedRun) -> list[str]:
     elif account.device_peak_bytes + account.host_peak_bytes > device:
         sides = "so part of it streams from host memory"
     else:
-        sides = f"and all of it would fit there. The policy {plan.policy} streams it all the same"
+        sides = f"so it would all fit there, but the policy {plan.policy} streams a part of it"
     found = [
         (
             f"Weights, gradients and optimizer state take {format_bytes(state)}. The device may"

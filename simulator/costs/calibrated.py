@@ -55,9 +55,9 @@ from megatrain.simulator.costs.datasheet import Datasheet
 from megatrain.simulator.costs.elementwise import Elementwise
 from megatrain.simulator.costs.interpolation import Point, between, fixed_ns, interpolate
 from megatrain.simulator.costs.measured_shapes import (
-    differ_in_tokens,
+    alike_but_for_tokens,
+    head_with_chunk,
     layer_of,
-    other_head,
     other_packing,
     tokens_of,
     variant_of,
@@ -398,7 +398,7 @@ class Calibrated(ContendedCosts):
             for chunk in sorted(chunk for chunk in known if chunk <= workload.loss_chunk):
                 if chunk == usual:
                     factor, nearest = 1.0, usual
-                elif head := other_head(self.table, op.shape, chunk):
+                elif head := head_with_chunk(self.table, op.shape, chunk):
                     nearest = chunk
                     factor = head.duration_ns / self.table.compute["head"][head.shape][1]
         if nearest == workload.loss_chunk:
@@ -422,7 +422,7 @@ class Calibrated(ContendedCosts):
         lengths: dict[int, list[tuple[int, int]]] = {}
         for known, (_, duration) in measured.items():
             full = known.replace(SAVED_ATTENTION_SUFFIX + "/", "/")
-            if full != known and full in measured and differ_in_tokens(known, shape):
+            if full != known and full in measured and alike_but_for_tokens(known, shape):
                 tokens, sequence = tokens_of(known)
                 lengths.setdefault(sequence, []).append((tokens, measured[full][1] - duration))
         tokens, sequence = tokens_of(shape)
@@ -469,7 +469,7 @@ class Calibrated(ContendedCosts):
             shapes = self.table.compute.get(name, {})
             size = tokens_of(shape)[0]
             sizes = {
-                known: tokens_of(known)[0] for known in shapes if differ_in_tokens(known, shape)
+                known: tokens_of(known)[0] for known in shapes if alike_but_for_tokens(known, shape)
             }
         else:
             name = self._curve(op)

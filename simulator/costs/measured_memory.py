@@ -8,8 +8,8 @@ import msgspec
 
 from megatrain.simulator.costs.interpolation import interpolate
 from megatrain.simulator.costs.measured_shapes import (
-    differ_in_tokens,
-    other_head,
+    alike_but_for_tokens,
+    head_with_chunk,
     other_packing,
     tokens_of,
 )
@@ -37,7 +37,7 @@ def activations_bytes(table: CostTable, model: ModelSpec, workload: Workload) ->
     """
     known, shape = table.activations, f"{model.shape}/{workload.shape}"
     for wanted in (shape, other_packing(shape)):
-        alike = [known[other] for other in sorted(known) if differ_in_tokens(other, wanted)]
+        alike = [known[other] for other in sorted(known) if alike_but_for_tokens(other, wanted)]
         if alike and (wanted in known or not writes_scores(model, workload)):
             tokens, size = known.get(wanted) or min(
                 alike, key=lambda point: abs(math.log(point[0] / workload.tokens))
@@ -88,7 +88,7 @@ def _other_chunk_workspace(
 ) -> Workspace | None:
     """Returns `workspace` for a loss chunk other than the table's."""
     shape = f"{model.shape}/{workload.shape}"
-    head = other_head(table, shape, workload.loss_chunk) or other_head(
+    head = head_with_chunk(table, shape, workload.loss_chunk) or head_with_chunk(
         table, other_packing(shape), workload.loss_chunk
     )
     measured = msgspec.structs.replace(workload, loss_chunk=table.loss_chunk)
@@ -110,7 +110,7 @@ def _workspace(
         return None
     points: dict[int, Workspace] = {}
     for other, measured in sorted(known.items()):
-        if differ_in_tokens(other, shape):
+        if alike_but_for_tokens(other, shape):
             tokens = tokens_of(other)[0]
             points[tokens] = _larger(measured, points.get(tokens, measured))
     if len(points) < 2:

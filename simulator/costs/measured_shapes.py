@@ -32,7 +32,7 @@ def variant_of(shape: str) -> str:
     return shape.rpartition("/")[2].partition("-")[2]
 
 
-def differ_in_tokens(shape: str, other: str) -> bool:
+def alike_but_for_tokens(shape: str, other: str) -> bool:
     """Checks whether two shapes differ in nothing but the tokens."""
     return layer_of(shape) == layer_of(other) and variant_of(shape) == variant_of(other)
 
@@ -53,7 +53,7 @@ class MeasuredHead(NamedTuple):
     """Its bytes as in `Workspace.head`, or 0 if they are unknown."""
 
 
-def other_head(table: CostTable, shape: str, chunk: int) -> MeasuredHead | None:
+def head_with_chunk(table: CostTable, shape: str, chunk: int) -> MeasuredHead | None:
     """Returns a head that was measured with the loss chunk `chunk` and differs from `shape` in
     nothing but the tokens, or None.
 
@@ -63,7 +63,7 @@ def other_head(table: CostTable, shape: str, chunk: int) -> MeasuredHead | None:
     most = max(chunk, table.loss_chunk)
     for known, points in table.heads.items():
         if (
-            differ_in_tokens(known, shape)
+            alike_but_for_tokens(known, shape)
             and known in table.compute.get("head", {})
             and min(tokens_of(known)[0], tokens_of(shape)[0]) > most
         ):
@@ -85,5 +85,5 @@ def measured_chunks(table: CostTable, model: ModelSpec, workload: Workload) -> s
         chunk
         for chunk in others
         for wanted in (shape, other_packing(shape))
-        if other_head(table, wanted, chunk)
+        if head_with_chunk(table, wanted, chunk)
     }

@@ -38,7 +38,7 @@ WORSE = {
   many tokens from -7 to -10 % to -1 to -5 %, and those of this step from -0.8, -2.1, -0.4 and
   +0.5 % to -0.5, -1.7, +0.2 and +1.0 %.
 * The others wait for copies and updates on the host, and their layers save activations. With the
-  time that this takes in a mixture of experts, OLMoE's step of 8 x 4,096 tokens has -0.5 to -2.6 %
+  time that this takes in a mixture of experts, OLMoE's step of 8 x 4,096 tokens has -0.4 to -2.6 %
   instead of -2.7 to -4.6 %.
 """
 

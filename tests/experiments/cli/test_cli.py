@@ -917,6 +917,15 @@ def test_the_list_has_models_that_fit_only_in_pieces_of_tokens(
     assert line.split()[3:5] == ["1", f"{one['tokens_per_second']:,.0f}"]
 
 
+def test_the_list_has_the_largest_micro_batch_also_with_tokens_per_step(
+    command: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression test: each model had a micro-batch of one sequence, and a seventh of its speed."""
+    monkeypatch.setattr(alternatives, "library_models", lambda: [ModelSpec.load("qwen2.5-1.5b")])
+    words = ("check", "--hardware", "rtx4090")
+    assert command(*words).out == command(*words, "--tokens-per-step", "65536").out
+
+
 @pytest.mark.usefixtures("searched_once", "without_advice")
 def test_cores_and_tokens_per_step_are_kept_where_a_command_has_them(command: Any) -> None:
     """Regression test: a `plan` command without the cores had another step time than the verdict,

@@ -324,11 +324,12 @@ def test_groups_of_heads_are_planned_and_not_calibrated(command: Command) -> Non
     assert "--head-groups: found 2" in outcome.err
 
 
-def test_the_longest_context_of_a_short_row_counts_pieces(command: Any) -> None:
+@pytest.mark.parametrize("machine", ["gh200-96", "dgx-spark"])
+def test_the_longest_context_of_a_short_row_counts_pieces(command: Any, machine: str) -> None:
     """Regression test: a limit was named above which `check --seq` says YES, because pieces were
     counted only if the row was long.
     """
-    words = ("check", "qwen2.5-7b", "--hardware", "gh200-96", "--json")
+    words = ("check", "qwen2.5-7b", "--hardware", machine, "--json")
     short = json.loads(command(*words, "--batch", "1").out)
     assert short["longest_context"] < short["longest_context_in_pieces"]
     longest = str(short["longest_context_in_pieces"])

@@ -632,5 +632,5 @@ def test_the_reason_says_whether_everything_would_fit_the_device(
     limit = int(share * (account.device_peak_bytes + account.host_peak_bytes))
     limited = run._replace(plan=msgspec.structs.replace(run.plan, device_limit_bytes=limit))
     reason = why.reasons(limited)[0]
-    assert ("all of it would fit there" in reason) == (share > 1)
+    assert ("it would all fit there, but the policy" in reason) == (share > 1)
     assert ("so part of it streams from host memory" in reason) == (share < 1)

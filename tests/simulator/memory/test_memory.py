@@ -114,8 +114,9 @@ def test_advice_names_the_knob_that_costs_least() -> None:
 
 
 def test_advice_without_a_knob_names_the_memory_to_add() -> None:
+    """2,338 bytes are 2.283 KiB. Rounded to 2.28, they would not be enough."""
     assert (
-        account(SCHEDULE, 9000, 8000, None, 77).advice
+        account(SCHEDULE, 9003, 8000, None, 77).advice
         == "2.29 KiB more of device memory (--device-memory) and 192 B more of host memory"
         " (--host-memory) would be enough"
     )
