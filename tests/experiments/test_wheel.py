@@ -26,7 +26,7 @@ FOLDERS = {
     "experiments": "megatrain/experiments",
     "paper_figures": "megatrain/paper_figures",
 }
-_MOST_BYTES = 2_000_000
+_MOST_BYTES = 2_100_000
 
 
 class Installed(NamedTuple):
@@ -74,7 +74,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
 
 
 def test_the_wheel_has_only_the_files_that_are_needed(installed: Installed) -> None:
-    """The wheel has all code and the stored results that it reads, in at most 1.9 MB.
+    """The wheel has all code and the stored results that it reads, in at most 2.1 MB.
 
     It has no pictures, pages, traces or plans of benchmarks.
     """

@@ -73,7 +73,8 @@ def test_the_answer_is_what_check_prints(ask: Ask, capsys: pytest.CaptureFixture
     first, full = ask("verdict", SMALL).json, ask("advice", SMALL).json
     expected = checked(capsys, *CHECK, "--tokens", "1B")
     assert full["verdict"] == expected
-    later = {"advice": [], "one_more_gib": [], "longest_context": None, "largest_batch": None}
+    limits = ("longest_context", "longest_context_in_pieces", "largest_batch")
+    later = {"advice": [], "one_more_gib": [], **dict.fromkeys(limits)}
     assert first["verdict"] == {**expected, **later}
     assert first["command"] == "megatrain check " + " ".join(CHECK)
     assert first["shown"]["answer"] == "YES"
