@@ -196,7 +196,23 @@ def test_after_an_update_that_failed_nothing_uses_the_state(
             with pytest.raises(OpFailed, match=r"^U2\S* on lane update: ValueError: broken$"):
                 running.executor.flush_update()
         else:
-            running.tasks[op].run = broken
+            failed = threading.Event()
+
+            def fail() -> None:
+                failed.set()
+                broken()
+
+            running.tasks[op].run = fail
+            if policy == "overlapped":
+                # The updates of later layers must not end before the forward pass fails.
+                task = next(task for name, task in running.tasks.items() if name.startswith("U2"))
+                update = task.run
+
+                def update_later() -> None:
+                    assert failed.wait(60)
+                    update()
+
+                task.run = update_later
             with pytest.raises(OpFailed, match="broken"):
                 running.step(2)
         assert not running.executor.intact
