@@ -19,7 +19,7 @@ import msgspec
 from megatrain.experiments.cli import file_arguments, options
 from megatrain.experiments.cli.verdict import from_options
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.base.units import counted
+from megatrain.simulator.base.units import counted, exact_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -111,14 +111,18 @@ def _without_effect(args: argparse.Namespace) -> list[str]:
     """Returns the options that no point uses, because each grid has the axis of the same name. An
     option with its default value is left out.
     """
+    from megatrain.experiments.sweep.grid import ALIASES, LIMITS
+
     parser = options.OneLineParser()
     describe(parser)
+    option_of = {axis: option for option, axis in ALIASES.items()}
     found = []
     for axis in sorted(set.intersection(*map(set, grids_of(args)))):
-        name = {"sequence": "seq", "compiled": "compile"}.get(axis, axis)
+        name = option_of.get(axis, axis)
         value = getattr(args, name, None)
-        if value != parser.get_default(name):
-            found.append(f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}"))
+        if value is not None and value != parser.get_default(name):
+            shown = exact_size(value) if axis in LIMITS else value
+            found.append(f"--{name.replace('_', '-')}" + ("" if value is True else f" {shown}"))
     return found
 
 
@@ -328,7 +332,7 @@ def run(args: argparse.Namespace) -> int:
         rows = [store.rows[key] for key in keys]
         left_out = outdated(store.rows.values(), rows)
         if outdated(rows, store.rows.values()):
-            store.add(rows)  # they were made before rows of another simulator or machine file
+            store.add(rows)  # because the last rows of a store decide which rows are current
         write_csv(csv_path, store.rows.values())
     print(_what_was_planned(entries, len(impossible)))
     for option in _without_effect(args):

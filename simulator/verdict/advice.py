@@ -63,9 +63,9 @@ _LIKELY_GAIN = 0.01
 _LEAST_LAYERS_GAIN = 1.05
 _LOSS_CHUNKS = (512, 256, 128)
 _A_LITTLE_MORE = (1.0, 1.03, 1.1)
-"""Factors on the host memory that the fastest plan needs. The first is suggested with which a
-search finds a plan that is slower by less than `_NEARLY`."""
-_NEARLY = 1.005
+"""Factors on the host memory that the fastest plan needs. They are tried in order, until a search
+with this memory finds a plan that is nearly as fast."""
+_NEARLY = 1.005  # a step that is longer by at most this factor counts as nearly as fast
 
 
 class Search(Protocol):

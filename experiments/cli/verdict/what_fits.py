@@ -82,7 +82,7 @@ def _verdict(args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec)
     usual = args.policy in ("best", "all")
     if usual and from_options.state_exceeds_memory(args, hardware, model):
         return None
-    # Steps are not split here, so their tokens do not choose the micro-batch either.
+    # The list ignores `--tokens-per-step`, so that each model has its largest micro-batch.
     args = options.replaced(args, tokens_per_step=None)
     args, _ = from_options.with_fitting_workload(args, hardware, model)
     names = usual_policies(hardware) if usual else [args.policy]

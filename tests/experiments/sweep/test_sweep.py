@@ -1003,6 +1003,8 @@ def test_executed_and_impossible_rows_replace_no_simulated_ones(make_plan: Any) 
         (("--batch", "16"), "--batch 16"),
         (("--policy", "resident", "--over", "policy", "k_buffer"), "--policy resident"),
         (("--compile", "--over", "compile", "true", "false"), "--compile"),
+        (("--seq", "512", "--over", "seq", "256"), "--seq 512"),
+        (("--device-memory", "9GiB", "--over", "device_memory", "8GiB"), "--device-memory 9GiB"),
     ],
 )
 def test_an_option_that_an_axis_replaces_is_named(
