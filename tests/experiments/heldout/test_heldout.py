@@ -32,6 +32,7 @@ from megatrain.simulator.engine.discrete_event import simulate
 from megatrain.simulator.hardware.cost_table import CostTable
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.planner.filling import CLASSES
 from megatrain.simulator.policies import lower
 from megatrain.simulator.schedule import Op
 from megatrain.simulator.schedule.arithmetic import cost_keys
@@ -168,15 +169,36 @@ def test_the_cases_of_figures_have_the_loss_chunk_of_the_planner() -> None:
     assert fixed.plan.workload.loss_chunk == chosen.base.loss_chunk == 1024
 
 
-def test_the_choice_is_compared_with_twelve_plans_from_the_library_s_rates() -> None:
+def test_the_choice_is_compared_with_twelve_plans_most_of_which_are_nearly_as_fast() -> None:
     chosen, hardware = suite("choices"), HardwareSpec.load("h200")
-    assert (chosen.measured(), chosen.library) == ({}, "h200")
+    assert list(chosen.measured()) == ["qwen2.5-3b-10"]
     choices = {case.name: plan_case(chosen, case, hardware, "h200") for case in chosen.cases}
     plans = {choice.plan.digest: choice for choice in choices.values() if choice}
     assert len(plans) >= 13
     best = choices["qwen2.5-3b-10/1x16x1024/16GiB/best"]
     assert best
-    assert all(best.step_seconds < 1.003 * choice.step_seconds for choice in plans.values())
+    ratios = [choice.step_seconds / best.step_seconds for choice in plans.values()]
+    assert min(ratios) > 1 / 1.01
+    assert sum(ratio < 1.05 for ratio in ratios) > len(plans) / 2
+
+
+def test_a_layer_less_on_the_device_is_updated_by_the_host_if_others_are() -> None:
+    chosen, hardware = suite("choices"), HardwareSpec.load("h200")
+    best, less, none = (
+        plan_case(chosen, case, hardware, "h200")
+        for case in chosen.cases
+        if case.variant in ("", "one layer less", "one layer less, no host updates")
+        and case.policy != "k_buffer"
+    )
+    assert best
+    assert less
+    assert none
+    before, after = best.plan, less.plan
+    (layer,) = before.placed("weights") - after.placed("weights")
+    assert {before.placed(name) - after.placed(name) for name in CLASSES} == {frozenset({layer})}
+    assert after.placed("host_updated") - before.placed("host_updated") == {layer}
+    assert not none.plan.placed("host_updated")
+    assert none.plan.placed("weights") == after.placed("weights")
 
 
 def test_a_case_on_the_grid_is_refused(
