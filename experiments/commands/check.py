@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     from megatrain.simulator.model.specs import ModelSpec
     from megatrain.simulator.policies.policy import PolicyWarning
     from megatrain.simulator.verdict.multi_gpu import check_gpus
-    from megatrain.simulator.verdict.verdict import summarize
+    from megatrain.simulator.verdict.verdict import explored, summarize
 
     model = ModelSpec.load(args.model) if args.model is not None else None
     hardware = from_options.machine(args)
@@ -79,28 +79,37 @@ def run(args: argparse.Namespace) -> int:
     shared = None
     if asked.gpus > 1:
         shared = from_options.shared_workload(asked, choices[0], hardware, model)
-    verdict = from_options.explained(
+    verdict = from_options.described(
         asked,
         choices[0],
         hardware,
         batch_chosen=chosen,
         chunk_chosen=chunk_chosen,
         kernel_chosen=kernel_chosen,
-        # This search takes a tenth of the command's time, and no other output shows its result.
-        marginal=args.why or args.json,
         shared_work=shared,
     )
-    print(
-        json.dumps(from_options.as_json(verdict))
-        if args.json
-        else verdict_text.text(
-            verdict,
-            layout.terminal_width(),
-            why=args.why,
-            commands=next_commands(asked, verdict),
-            about_machine=options.machine_notes(hardware, model),
-        )
+    width, measured = layout.terminal_width(), options.machine_notes(hardware, model)
+    # The answer is known in less than half of the command's time. If the model does not fit, the
+    # answer names the memory with which another plan fits.
+    early = verdict.feasible and not args.json
+    if early:
+        lines = verdict_text.answer_lines(verdict, width, about_machine=measured)
+        print("\n".join(lines), flush=True)
+    verdict = explored(
+        verdict,
+        choices[0],
+        hardware,
+        from_options.policies(args.policy),
+        # This search takes a tenth of the command's time, and no other output shows its result.
+        marginal=args.why or args.json,
     )
+    if args.json:
+        print(json.dumps(from_options.as_json(verdict)))
+    else:
+        before = [] if early else verdict_text.answer_lines(verdict, width, about_machine=measured)
+        commands = next_commands(asked, verdict)
+        rest = verdict_text.advice_lines(verdict, width, why=args.why, commands=commands)
+        print("\n".join([*before, *rest]))
     several = verdict.multi_gpu
     fits = several.feasible and not several.refused if several else verdict.feasible
     return 0 if fits else DoesNotFit.status

@@ -55,13 +55,12 @@ def answer(question: Question) -> Iterator[tuple[str, dict[str, Any] | None]]:
     with without_garbage_collection():
         sized, chosen = from_options.with_fitting_size(args, hardware, model)
         described = functools.partial(
-            from_options.explained,
+            from_options.described,
             sized,
             hardware=hardware,
             batch_chosen=chosen,
             chunk_chosen=args.loss_chunk is None,
             kernel_chosen=args.attention is None,
-            explore=False,
         )
         try:
             first = from_options.first_plan(sized, hardware, source, model)

@@ -57,8 +57,9 @@ _OR_FASTER = "or faster: the plan that needs the least memory"
 """Note on the speed with the least host memory, which no search has improved."""
 _PLENTY = 2**59  # more bytes of host memory than any plan needs
 _LEAST_GAIN = 0.02  # suggestions that gain less are left out
-# A search is skipped if the plans from which it begins gain less by their lower bounds.
-_LIKELY_GAIN = 0.01
+# A search is skipped if the plans from which it begins gain too little by their lower bounds, even
+# if the search improves them by this much.
+_IMPROVED = 0.01
 # A package is suggested only if decoder layers compute faster by this factor with its kernel.
 _LEAST_LAYERS_GAIN = 1.05
 _LOSS_CHUNKS = (512, 256, 128)
@@ -393,10 +394,6 @@ class Adviser:
         be small or negative.
         """
         work, changes = self.work, dict[str, object]()
-        if work.batch < 2**20:
-            changes["batch"] = 2 * work.batch
-        if work.gradients == "exact" and work.accumulation <= 512:
-            changes["accumulation"] = 2 * work.accumulation
         if work.gradients == "exact" and work.clipping == "global":
             changes["clipping"] = "none"
         if work.gradients != "exact":
@@ -411,9 +408,37 @@ class Adviser:
             )
         return [
             entry
-            for entry in [*searched, self._compiled(), self._other_kernel(), self._resident()]
+            for entry in [
+                self._more_tokens(),
+                *searched,
+                self._compiled(),
+                self._other_kernel(),
+                self._resident(),
+            ]
             if entry is not None
         ]
+
+    def _more_tokens(self) -> Suggestion | None:
+        """Returns the suggestion to double the tokens of a step: by the batch, or by the
+        accumulation if that is faster. Returns None if neither gains enough.
+        """
+        work, doubled = self.work, None
+        if work.batch < 2**20:
+            batch = 2 * work.batch
+            doubled = self._searched(
+                {"batch": str(batch)}, msgspec.structs.replace(work, batch=batch)
+            )
+        if work.gradients != "exact" or work.accumulation > 512:
+            return doubled
+        count, least = 2 * work.accumulation, doubled.gain or 0 if doubled else 0
+        accumulated = self._searched(
+            {"accumulation": str(count)},
+            msgspec.structs.replace(work, accumulation=count),
+            least_gain=max(least, _LEAST_GAIN),
+        )
+        if doubled and accumulated:
+            return max(doubled, accumulated, key=lambda entry: entry.gain or 0)
+        return doubled or accumulated
 
     def _compiled(self) -> Suggestion | None:
         """Returns the suggestion to compile layers.
@@ -456,24 +481,30 @@ class Adviser:
         return None
 
     def _searched(
-        self, options: dict[str, str], work: Workload, **limits: int
+        self,
+        options: dict[str, str],
+        work: Workload,
+        *,
+        least_gain: float = _LEAST_GAIN,
+        **limits: int,
     ) -> Suggestion | None:
         """Returns the suggestion to use another workload or other limits, with the gain that the
         search finds.
 
         Returns None if nothing fits, if the policy or the model refuses the workload, or if bounds
-        of the step time show that the change gains too little.
+        of the step time show that the change gains less than `least_gain`.
         """
         new_limits = self._limits | limits
         bounds = self._bounds(work, new_limits["device_limit"], new_limits["host_limit"])
         try:
-            for least, needed in zip(bounds, (_LEAST_GAIN, _LIKELY_GAIN), strict=False):
+            likely_gain = least_gain - _IMPROVED
+            for least, needed in zip(bounds, (least_gain, likely_gain), strict=False):
                 if tokens_per_second(work, least) < (1 + needed) * self.speed:
                     return None
         except UserError:
             return None
         # Slower steps gain so little that `suggestions` leaves them out.
-        most_seconds = work.step_tokens / ((1 + 0.999 * _LEAST_GAIN) * self.speed)
+        most_seconds = work.step_tokens / ((1 + 0.999 * least_gain) * self.speed)
         best = self.search(work, **new_limits, most_seconds=most_seconds)
         if best is None:
             return None

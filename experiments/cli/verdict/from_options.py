@@ -579,7 +579,7 @@ def machine(args: argparse.Namespace) -> HardwareSpec:
     return hardware.with_cores(args.cores) if args.cores else hardware
 
 
-def explained(
+def described(
     args: argparse.Namespace,
     choice: Choice,
     hardware: HardwareSpec,
@@ -587,11 +587,10 @@ def explained(
     batch_chosen: bool,
     chunk_chosen: bool,
     kernel_chosen: bool,
-    explore: bool = True,
-    marginal: bool = True,
     shared_work: Workload | None = None,
 ) -> Verdict:
-    """Returns the verdict on `choice`, with what the options of `args` ask for.
+    """Returns the verdict on `choice`, with what the options of `args` ask for, but without the
+    results of other plans, which `explored` adds.
 
     Args:
         args: the options of the command.
@@ -601,16 +600,14 @@ def explained(
         chunk_chosen: whether the loss chunk was chosen because `--loss-chunk` was not given.
         kernel_chosen: whether the planner chose the attention kernel, if there is one, because
             `--attention` was not given.
-        explore: whether to search other plans, for the room and the advice, as `explored` does.
-        marginal: whether to search for the gain from one more GiB, too.
         shared_work: the workload of each of several GPUs (`shared_workload`), or None for that of
             `choice`.
     """
     import msgspec
 
-    from megatrain.simulator.verdict.verdict import described, explored
+    from megatrain.simulator.verdict import verdict as of_choice
 
-    verdict = described(
+    verdict = of_choice.described(
         choice,
         hardware,
         gpus=args.gpus,
@@ -620,10 +617,7 @@ def explained(
         kernel_chosen=kernel_chosen,
         shared_work=shared_work,
     )
-    verdict = _stated(msgspec.structs.replace(verdict, batch_chosen=batch_chosen), args)
-    if not explore:
-        return verdict
-    return explored(verdict, choice, hardware, policies(args.policy), marginal=marginal)
+    return _stated(msgspec.structs.replace(verdict, batch_chosen=batch_chosen), args)
 
 
 def _stated(verdict: Verdict, args: argparse.Namespace) -> Verdict:

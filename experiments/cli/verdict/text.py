@@ -58,11 +58,25 @@ def text(
 ) -> str:
     """Returns the report on one plan, wrapped at `width` columns.
 
+    It is `answer_lines` and then `advice_lines`, which have the same arguments.
+    """
+    return "\n".join(
+        [
+            *answer_lines(verdict, width, about_machine=about_machine),
+            *advice_lines(verdict, width, why=why, commands=commands),
+        ]
+    )
+
+
+def answer_lines(verdict: Verdict, width: int, *, about_machine: Sequence[str] = ()) -> list[str]:
+    """Returns the first lines of the report: whether the model fits, how fast it trains, and its
+    memory.
+
+    If the model fits, they need no result of other plans, which `explored` adds to a verdict.
+
     Args:
         verdict: The verdict to format.
         width: The maximum number of columns, which only a longer word exceeds.
-        why: Whether to add the reasons: placement, knobs, runner-up and bounds.
-        commands: The suggested commands: the words of each, and a phrase on what it does.
         about_machine: Notes on the machine's measurements.
     """
     lines = [*heading(verdict, width), ""]
@@ -75,8 +89,26 @@ def text(
         lines += _network(verdict.network, verdict.step_seconds, width)
     for note in (*about_machine, *notes(verdict)):
         lines += labelled("Note", note, width)
+    return lines
+
+
+def advice_lines(
+    verdict: Verdict,
+    width: int,
+    *,
+    why: bool = False,
+    commands: Sequence[tuple[list[str], str]] = (),
+) -> list[str]:
+    """Returns the lines of the report that follow `answer_lines`: what else would fit or be faster.
+
+    Args:
+        verdict: The verdict to format.
+        width: The maximum number of columns, which only a longer word exceeds.
+        why: Whether to add the reasons: placement, knobs, runner-up and bounds.
+        commands: The suggested commands: the words of each, and a phrase on what it does.
+    """
     more = labelled("Room", room(verdict), width) + _advice(verdict, width)
-    lines += ["", *more] if more else []
+    lines = ["", *more] if more else []
     if verdict.multi_gpu:
         lines += ["", *_several(verdict, width)]
     if why:
@@ -84,7 +116,7 @@ def text(
     lines += _next(commands, width)
     if commands and not why:
         lines += labelled("", "--why adds what is kept where, the runner-up and the bounds", width)
-    return "\n".join(lines)
+    return lines
 
 
 def _next(commands: Sequence[tuple[list[str], str]], width: int) -> list[str]:

@@ -24,6 +24,7 @@ from megatrain.experiments.cli.verdict import text as verdict_text
 from megatrain.experiments.commands.simulate import step_line
 from megatrain.experiments.files.hardware_file import write_hardware
 from megatrain.runtime.calibration.presets import LARGE, model_of, set_of_named
+from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.units import format_count, format_seconds
 from megatrain.simulator.costs import Datasheet, cost_model
 from megatrain.simulator.hardware.machine import HardwareSpec
@@ -34,6 +35,7 @@ from megatrain.simulator.policies import evaluation, lower, names, peers
 from megatrain.simulator.schedule.plan import Knobs, Plan
 from megatrain.simulator.schedule.timeline import Timeline
 from megatrain.simulator.verdict import alternatives
+from megatrain.simulator.verdict import verdict as verdict_module
 from megatrain.simulator.verdict.verdict import Verdict
 
 WORK = ("--batch", 2, "--seq", 16, "--loss-chunk", 16, "--dtype", "fp32")
@@ -665,6 +667,38 @@ def test_the_text_has_the_numbers_of_the_json(command: Any) -> None:
     assert report["multi_gpu"]["note"] in text
     assert "from the schedule of" in report["multi_gpu"]["note"]
     assert "megatrain plan qwen2.5-7b --hardware h200 --device-memory 60GiB" in text
+
+
+@pytest.mark.usefixtures("searched_once")
+@pytest.mark.parametrize(
+    ("words", "early"),
+    [
+        (("--why",), True),
+        (("--gpus", "8"), True),
+        (("--json",), False),
+        (("--host-memory", "20GiB", "--device-memory", "20GiB"), False),
+    ],
+    ids=str,
+)
+def test_the_answer_is_printed_before_other_plans_are_searched(
+    command: Any, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], early: bool
+) -> None:
+    """A NO names the memory with which another plan fits, so it waits for the search."""
+    words = ("check", "qwen2.5-7b", "--hardware", "h200", "--batch", "8", *words)
+    whole = command(*words).out
+
+    def nothing(*_: object, **__: object) -> None:
+        raise UserError("the search", found="a stop", allowed="an answer first", fix="none")
+
+    monkeypatch.setattr(verdict_module, "explored", nothing)
+    outcome = command(*words)
+    assert (outcome.status, outcome.out != "") == (2, early)
+    assert whole.startswith(outcome.out)
+    if early:
+        first, rest = outcome.out.splitlines(), whole[len(outcome.out) :]
+        assert first[0].startswith("YES")
+        assert first[-1].startswith(("Step", "Note"))
+        assert rest.startswith("\nRoom")
 
 
 @pytest.mark.usefixtures("searched_once")

@@ -25,7 +25,7 @@ from megatrain.simulator.planner.capacity import usable
 from megatrain.simulator.planner.search import candidates
 from megatrain.simulator.schedule.plan import Placement
 from megatrain.simulator.verdict import advice
-from megatrain.simulator.verdict.advice import Adviser
+from megatrain.simulator.verdict.advice import _LEAST_GAIN, Adviser
 from megatrain.simulator.verdict.marginal_memory import one_more_gib
 from megatrain.simulator.verdict.suggestion import Suggestion
 from megatrain.simulator.verdict.verdict import Verdict, judge
@@ -470,7 +470,7 @@ def test_only_workloads_that_a_plan_may_have_are_tried(
     some, found = adviser(make_model, "h200"), dict[str, object]()
     some.work = msgspec.structs.replace(WORK, **fields)
 
-    def searched(options: dict[str, str], work: Workload) -> None:
+    def searched(options: dict[str, str], work: Workload, **_: float) -> None:
         ((name, value),) = options.items()
         if name == "attention":
             assert value == work.attention == "flash4"
@@ -485,6 +485,42 @@ def test_only_workloads_that_a_plan_may_have_are_tried(
     monkeypatch.setattr(some, "_resident", lambda: None)
     assert some._faster() == []
     assert found == tried
+
+
+@pytest.mark.parametrize(
+    ("gains", "shown"),
+    [
+        ({"batch": 0.2, "accumulation": 0.1}, "batch"),
+        ({"batch": 0.1, "accumulation": 0.2}, "accumulation"),
+        ({"batch": 0.1, "accumulation": None}, "batch"),
+        ({"batch": None, "accumulation": 0.1}, "accumulation"),
+        ({"batch": None, "accumulation": None}, None),
+    ],
+    ids=str,
+)
+def test_of_two_ways_to_double_the_tokens_of_a_step_the_faster_one_is_suggested(
+    make_model: Callable[..., ModelSpec],
+    monkeypatch: pytest.MonkeyPatch,
+    gains: dict[str, float | None],
+    shown: str | None,
+) -> None:
+    some, least = adviser(make_model, "h200"), dict[str, float]()
+
+    def searched(
+        options: dict[str, str], work: Workload, *, least_gain: float = _LEAST_GAIN
+    ) -> Suggestion | None:
+        ((name, _),) = options.items()
+        assert work.step_tokens == 2 * some.work.step_tokens
+        least[name], gain = least_gain, gains[name]
+        if gain is None:
+            return None
+        return Suggestion(change=name, options=options, fits=True, gain=gain)
+
+    monkeypatch.setattr(some, "_searched", searched)
+    found = some._more_tokens()
+    assert (found.change if found else None) == shown
+    # Only an accumulation that is faster than the batch is searched.
+    assert least == {"batch": _LEAST_GAIN, "accumulation": gains["batch"] or _LEAST_GAIN}
 
 
 def test_a_machine_with_one_memory_gets_no_advice_to_store_gradients_in_8_bits(
