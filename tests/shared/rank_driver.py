@@ -1,8 +1,9 @@
 """A process that imports torch once and forks the ranks of a run for every JSON line.
 
 A line has, for each rank, the arguments of its runs, which are executed one after the other, and
-the ports of the runs. A run executes `megatrain.experiments.ranks`, or `megatrain` if its first
-argument is `train` or `calibrate`. Each rank prints into a file of its own. Other keys of a line:
+the ports of the runs. A run executes `megatrain` if its first argument is `train` or `calibrate`, a
+program in Python if that is a file, and otherwise `megatrain.experiments.ranks`. Each rank prints
+into a file of its own. Other keys of a line:
 
 * `folder`: the working directory.
 * `folders`: the working directory of each rank.
@@ -26,9 +27,11 @@ import itertools
 import json
 import os
 import resource
+import runpy
 import signal
 import sys
 import time
+import traceback
 from typing import Any
 
 import torch
@@ -43,6 +46,22 @@ from megatrain.runtime.training import shared_folder, trainer
 
 VERBS = ("train", "calibrate")
 """Runs of `megatrain` begin with one of these."""
+
+
+def _run(arguments: list[str]) -> int:
+    """Executes one run and returns its exit status."""
+    first = arguments[0]
+    if not first.endswith(".py"):
+        return cli.main(arguments) if first in VERBS else main(arguments)
+    sys.argv = arguments
+    try:
+        runpy.run_path(first, run_name="__main__")
+    except Exception:
+        traceback.print_exc()
+        return 1
+    finally:
+        sys.stdout.flush()
+    return 0
 
 
 def _rank(rank: int, request: dict[str, Any]) -> int:
@@ -93,7 +112,7 @@ def _rank(rank: int, request: dict[str, Any]) -> int:
     statuses = []
     for arguments, port in zip(runs, request["ports"], strict=True):
         os.environ["MASTER_PORT"] = str(port)
-        statuses.append(cli.main(arguments) if arguments[0] in VERBS else main(arguments))
+        statuses.append(_run(arguments))
     return max(statuses)
 
 

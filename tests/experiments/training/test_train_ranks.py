@@ -10,8 +10,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -464,7 +462,7 @@ with joined(Plan.load(Path("2.toml")), device) as ranks:
     ],
 )
 @pytest.mark.usefixtures("plans")
-def test_ranks_of_a_script_are_one_training(what: str, line: str) -> None:
+def test_ranks_of_a_script_are_one_training(what: str, line: str, driver: Driver) -> None:
     """Rank 1 alone stops the training of both. Rank 0 may read weights before an evaluation that a
     checkpoint owes. A read on another rank has an error, and so have too few micro-batches, and
     settings and first steps that differ.
@@ -472,12 +470,10 @@ def test_ranks_of_a_script_are_one_training(what: str, line: str) -> None:
     evaluated = EVALUATED if what in ("start", "stop in an evaluation") else ()
     assert cli.main(["train", "1.toml", "--out", "alone", *WORDS, *evaluated, "--steps", "4"]) == 0
     Path("script.py").write_text(SCRIPT)
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py"]
-    outcome = subprocess.run(
-        [sys.executable, *words, what], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert line in outcome.stdout + outcome.stderr
+    driver.start([[["script.py", what]]] * 2, folder=os.getcwd())
+    statuses = driver.wait()
+    assert line in driver.printed(0) + driver.printed(1)
     if what.startswith("stop"):
-        assert outcome.returncode == 0, outcome.stderr
+        assert statuses == [0, 0], driver.printed(0)
         steps = [row["step"] for row in metrics("run") if "evaluation_loss" not in row]
         assert steps == [1, 2]
