@@ -91,7 +91,7 @@ def draw(rows: Sequence[HeldoutRow], path: Path) -> None:
         _errors(canvas.add_axes(figure, plots, _PLOT_INCHES, 0.35, width / 2 + 0.55), ran)
         _targets(canvas.add_axes(figure, base, judging, 4.6, 0.14), summary)
         _legend(canvas.add_axes(figure, base, judging, 0.35, width - 3.5), ran)
-        _cases(canvas.add_axes(figure, bottom, below, 4.3, 2.6), groups)
+        _cases(canvas.add_axes(figure, bottom, below, 4.1, 2.95), groups)
         canvas.save(figure, path)
 
 
@@ -279,7 +279,7 @@ def _cases(axes: Axes, groups: dict[str, list[HeldoutRow]]) -> None:
     line, names, places = 0.0, list[str](), list[float]()
     for group, members in groups.items():
         axes.text(
-            -0.66,
+            -0.79,
             line,
             group.replace("/", ", "),
             transform=axes.get_yaxis_transform(),
