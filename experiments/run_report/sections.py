@@ -39,7 +39,16 @@ _IN_WORDS = ("placement", "chunk_bytes", "weights_ahead", "rebuild_outputs", "ex
 
 def title(run: ComparedRun) -> str:
     """Returns the page's title."""
-    return f"{run.plan.model.name}, policy {run.plan.policy}, on {run.record.device}"
+    return f"{run.plan.model.name}, policy {run.plan.policy}, on {_device(run)}"
+
+
+def _device(run: ComparedRun) -> str:
+    """Returns the name of the device. If there are several, their number comes first, and the
+    number of hosts last.
+    """
+    plan, device = run.plan, run.record.device
+    several = f"{plan.gpus} x {device}" if plan.gpus > 1 else device
+    return f"{several}, {plan.hosts} hosts" if plan.hosts > 1 else several
 
 
 def heading(run: ComparedRun) -> str:
@@ -58,7 +67,7 @@ def heading(run: ComparedRun) -> str:
         f"{len(run.record.steps):,} steps",
     ]
     return (
-        f"<h1>{escape(run.plan.model.name)} <span>on {escape(run.record.device)}</span></h1><p"
+        f"<h1>{escape(run.plan.model.name)} <span>on {escape(_device(run))}</span></h1><p"
         f" class=facts>{' &middot; '.join(facts)}</p>"
     )
 
@@ -420,6 +429,10 @@ def machine(run: ComparedRun) -> str:
         if config.is_file()
         else "megatrain train plan.toml --data DATA --steps N --out RUN"
     )
+    if run.plan.gpus > 1:
+        from megatrain.runtime.ranks import launcher  # slow
+
+        train = f"{launcher(run.plan)} -m {train}"
     commands = "\n".join([f"{train}", "megatrain compare RUN", "megatrain report RUN"])
     files = "".join(
         f"<details><summary>{name}</summary>"

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 
 from megatrain.experiments.cli.training import step_comparison
-from megatrain.experiments.run_report import compared_run
+from megatrain.experiments.run_report import compared_run, sections
 from megatrain.experiments.run_report.several_runs import _settings
 from megatrain.experiments.run_report.why import rivals
+from megatrain.simulator.base.files import write_json
 from megatrain.simulator.base.units import format_seconds
 from megatrain.simulator.costs import cost_model
 from megatrain.simulator.engine.discrete_event import makespan_ns, simulate
@@ -67,6 +69,30 @@ def test_a_report_has_the_links_of_several_gpus(
     assert run.errors.predicted_seconds == measured.makespan_ns / 1e9
     (row,) = rivals(run)
     assert row[:3] == ["overlapped", format_seconds(choice.step_seconds), "+0.0 %"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "hosts", "name", "command"),
+    [
+        (1, 1, "NVIDIA H200", "megatrain train"),
+        (4, 1, "4 x NVIDIA H200", "torchrun --standalone --nproc-per-node 4 -m megatrain train"),
+        (4, 2, "4 x NVIDIA H200, 2 hosts", "torchrun --nnodes 2 --nproc-per-node 2 "),
+    ],
+)
+def test_the_page_names_the_gpus_and_the_command_that_starts_them(
+    choice: Choice, tmp_path: Path, gpus: int, hosts: int, name: str, command: str
+) -> None:
+    write_json(tmp_path / "environment.json", {"device": "NVIDIA H200"})
+    plan = msgspec.structs.replace(choice.plan, gpus=gpus, hosts=hosts)
+    run: Any = SimpleNamespace(
+        plan=plan,
+        folder=tmp_path,
+        hardware=MACHINE,
+        record=SimpleNamespace(device="NVIDIA H200", steps=[]),
+    )
+    assert sections.title(run).endswith(f", on {name}")
+    assert f"on {name}</span>" in sections.heading(run)
+    assert f"commands>{command}" in sections.machine(run)
 
 
 def test_a_training_is_compared_with_the_links_of_several_gpus(
