@@ -19,7 +19,7 @@ from megatrain.simulator.memory.formulas import (
     fp8_temporary_bytes,
     workspace_estimate,
 )
-from megatrain.simulator.model.attention_masks import mask_bytes, writes_scores
+from megatrain.simulator.model.attention_masks import lasting_mask_bytes, mask_bytes, writes_scores
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 
@@ -77,10 +77,13 @@ def workspace(table: CostTable, model: ModelSpec, workload: Workload) -> Workspa
         )
     if found or other is None:
         return found
-    more = mask_bytes(model, workload) - mask_bytes(
-        model, msgspec.structs.replace(workload, documents=not workload.documents)
+    packed = msgspec.structs.replace(workload, documents=not workload.documents)
+    in_layers, outside = (
+        size(model, workload) - size(model, packed) for size in (mask_bytes, lasting_mask_bytes)
     )
-    return msgspec.structs.replace(other, layer=max(other.layer + more, 0))
+    return msgspec.structs.replace(
+        other, layer=max(other.layer + in_layers, 0), head=max(other.head + outside, 0)
+    )
 
 
 def _other_chunk_workspace(

@@ -16,6 +16,7 @@ from megatrain.simulator.costs.remembered import costs_sizes
 from megatrain.simulator.costs.scaled import ScaledCosts
 from megatrain.simulator.engine.discrete_event import makespan_ns
 from megatrain.simulator.engine.evaluator import LowerBounds, bounds
+from megatrain.simulator.hardware.cost_table import Workspace
 from megatrain.simulator.memory.account import (
     PROCESS,
     TUNING,
@@ -31,7 +32,7 @@ from megatrain.simulator.memory.formulas import (
     tuning_bytes,
     workspace_estimate,
 )
-from megatrain.simulator.model.attention_masks import mask_bytes
+from megatrain.simulator.model.attention_masks import lasting_mask_bytes, mask_bytes
 from megatrain.simulator.model.layer import DTYPE_BYTES
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
@@ -186,7 +187,7 @@ def plan_account(
         return account(schedule, plan.device_limit_bytes, plan.host_limit_bytes, None, 0)
     schedule, held = _without_reused(plan, schedule, layer_activations(plan, costs))
     measured = costs.workspace(plan.model, plan.workload)
-    op_workspace = measured or workspace_estimate(plan.model, plan.workload)
+    op_workspace = measured or _estimated_workspace(plan.model, plan.workload)
     # What a layer does not save exists again in its backward pass.
     op_workspace = msgspec.structs.replace(
         op_workspace, layer=op_workspace.layer + _rebuilt_bytes(plan)
@@ -209,6 +210,18 @@ def plan_account(
         workspace,
         {pool: size for pool, size in extra.items() if size},
         advise=advise,
+    )
+
+
+@plugins.cached(maxsize=16)
+def _estimated_workspace(model: ModelSpec, workload: Workload) -> Workspace:
+    """Returns `workspace_estimate` with the attention masks that exist during the head and the
+    updates. A measured workspace has these, too.
+    """
+    estimate = workspace_estimate(model, workload)
+    masks = lasting_mask_bytes(model, workload)
+    return msgspec.structs.replace(
+        estimate, head=estimate.head + masks, update=estimate.update + masks
     )
 
 

@@ -27,19 +27,22 @@ from megatrain.simulator.schedule.timeline import Timeline
 TOLERANCE = 0.001
 """Growth of an error that is ignored as rounding."""
 WORSE = {
-    "qwen2.5-7b/1x1x4096/whole/best": 0.006,
-    "olmoe-1b-7b/1x24x1024/24GiB/k_buffer": 0.002,
-    "olmoe-1b-7b/1x12x1024/24GiB/sequential": 0.002,
+    ("qwen2.5-7b/1x1x4096/whole/best", "step"): 0.006,
+    ("olmoe-1b-7b/1x24x1024/24GiB/k_buffer", "step"): 0.002,
+    ("olmoe-1b-7b/1x12x1024/24GiB/sequential", "step"): 0.002,
+    ("gemma-2-9b/1x16x1024/whole/best", "device peak"): 0.002,
 }
-"""Row -> how much larger the error of its step may be than the stored one.
+"""(row, what) -> how much larger its error may be than the stored one.
 
 * The first step has half of the tokens of the smallest calibrated workload. A layer then keeps the
   part of its time that does not depend on the tokens. This changes the error of OLMoE's step of as
   many tokens from -7 to -10 % to -1 to -5 %, and those of this step from -0.8, -2.1, -0.4 and
   +0.5 % to -0.5, -1.7, +0.2 and +1.0 %.
-* The others wait for copies and updates on the host, and their layers save activations. With the
+* The next two wait for copies and updates on the host, and their layers save activations. With the
   time that this takes in a mixture of experts, OLMoE's step of 8 x 4,096 tokens has -0.4 to -2.6 %
   instead of -2.7 to -4.6 %.
+* The attention masks of gemma-2-9b exist during its head. With them, its peak with 3 x 4,096 tokens
+  is +0.2 % instead of -0.1 %, and this one is +0.2 % instead of +0.1 %.
 """
 
 
@@ -72,7 +75,7 @@ def moved(
         if row.replay_error is not None and now.replay_error is not None:
             errors.append(("replay", row.replay_error, now.replay_error))
         for what, stored, today in errors:
-            allowed = WORSE.get(row.name, TOLERANCE) if what == "step" else TOLERANCE
+            allowed = WORSE.get((row.name, what), TOLERANCE)
             if abs(today) > abs(stored) + allowed:
                 found.append(
                     f"{row.name}: {what} {signed_percent(today)}, was {signed_percent(stored)}"

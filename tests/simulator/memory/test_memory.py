@@ -22,13 +22,19 @@ from megatrain.simulator.memory.formulas import (
     added_transients,
     workspace_estimate,
 )
-from megatrain.simulator.model.attention_masks import added_mask_bytes, mask_bytes, repeated_bytes
+from megatrain.simulator.model.attention_masks import (
+    added_mask_bytes,
+    lasting_mask_bytes,
+    mask_bytes,
+    repeated_bytes,
+)
 from megatrain.simulator.model.families.part import Compiled
 from megatrain.simulator.model.layer_memory import backward_bytes, saved_bytes, transient_bytes
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner import assessment
 from megatrain.simulator.planner.assessment import layer_activations, plan_account, slot_bytes
+from megatrain.simulator.planner.search import plans_of
 from megatrain.simulator.schedule import Buffer, Op, Schedule
 from megatrain.simulator.schedule.plan import Placement, Plan
 from megatrain.simulator.schedule.timeline import Span, Timeline
@@ -484,6 +490,39 @@ def test_masks_are_counted_where_attention_is_not_only_causal(
         "without a fused kernel, each type of attention has a mask in both forms, and there is one"
         " more of the larger form"
     )
+
+
+def test_masks_exist_during_the_head(make_model: Callable[..., ModelSpec]) -> None:
+    """A boolean mask of a window, or a mask in the compute dtype for each kind of attention whose
+    scores are written out.
+
+    Regression test: they were counted in layers only, and gemma-2-9b with 3 x 4,096 tokens took
+    76 MiB more than predicted.
+    """
+    work, pairs = Workload(batch=3, sequence=64, loss_chunk=192), 64 * 64
+    packed = msgspec.structs.replace(work, dtype="fp32", documents=True)
+    plain = make_model(vocabulary=4096)
+    capped = make_model(vocabulary=4096, family="gemma2", head_dim=16, sliding_window=16)
+    windows = make_model(
+        family="qwen3",
+        vocabulary=4096,
+        layer_types=["full_attention", "sliding_attention"] * 2,
+        use_sliding_window=True,
+        sliding_window=8,
+    )
+    for model, workload, masks in (
+        (plain, work, 0),
+        (windows, work, pairs),
+        (plain, packed, 3 * pairs),
+        (capped, work, 2 * 3 * pairs * 2),
+    ):
+        assert lasting_mask_bytes(model, workload) == masks
+        plan = plans_of(model, HardwareSpec.load("h200"), workload, policies=["double_buffer"])[0]
+        costs = cost_model(HardwareSpec.load("h200"), model, workload)
+        found = plan_account(plan, policies.outline(plan), costs).pools["device.workspace"]
+        estimate, held = workspace_estimate(model, workload), activations_estimate(model, workload)
+        assert estimate.head - held > estimate.layer, "the head needs the most"
+        assert found == estimate.head - held + masks + costs.library_bytes
 
 
 def test_a_part_without_numbers_for_compiled_layers_adds_nothing() -> None:
