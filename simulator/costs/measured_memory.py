@@ -19,30 +19,42 @@ from megatrain.simulator.memory.formulas import (
     fp8_temporary_bytes,
     workspace_estimate,
 )
-from megatrain.simulator.model.attention_masks import lasting_mask_bytes, mask_bytes, writes_scores
+from megatrain.simulator.model.attention_masks import (
+    added_mask_bytes,
+    lasting_mask_bytes,
+    mask_bytes,
+    saved_mask_bytes,
+    writes_scores,
+)
 from megatrain.simulator.model.specs import ModelSpec
-from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.model.workload import DOCUMENTS, Workload
 
 
 def activations_bytes(table: CostTable, model: ModelSpec, workload: Workload) -> int | None:
     """Returns the bytes of one decoder layer's saved activations, or None if they are unknown.
 
     If this workload was not measured, the bytes of the workload with the nearest number of tokens
-    are scaled by the tokens. If there is no such workload, those with the other packing are used in
-    the same way. A model that writes out attention scores is not scaled, because its bytes are not
-    proportional to the tokens.
+    are scaled by the tokens, without the masks that layers save. These grow with the square of the
+    sequence, so those of this workload are added (`saved_mask_bytes`). If there is no such
+    workload, those with the other packing are used in the same way. A model that writes out
+    attention scores is not scaled, because its bytes are not proportional to the tokens.
 
     If no workload with fp8 products was measured, they are the bytes without fp8 products plus
     `fp8_saved_bytes`.
     """
     known, shape = table.activations, f"{model.shape}/{workload.shape}"
     for wanted in (shape, other_packing(shape)):
-        alike = [known[other] for other in sorted(known) if alike_but_for_tokens(other, wanted)]
+        alike = [other for other in sorted(known) if alike_but_for_tokens(other, wanted)]
         if alike and (wanted in known or not writes_scores(model, workload)):
-            tokens, size = known.get(wanted) or min(
-                alike, key=lambda point: abs(math.log(point[0] / workload.tokens))
+            nearest = (
+                wanted
+                if wanted in known
+                else min(alike, key=lambda other: abs(math.log(known[other][0] / workload.tokens)))
             )
-            return -(-size * workload.tokens // tokens)
+            tokens, size = known[nearest]
+            size -= saved_mask_bytes(model, _measured_workload(nearest, workload))
+            masks = saved_mask_bytes(model, workload)
+            return max(-(-size * workload.tokens // tokens), 0) + masks
     plain = msgspec.structs.replace(workload, fp8=None)
     if plain != workload and (without := activations_bytes(table, model, plain)):
         return without + fp8_saved_bytes(model, workload)
@@ -53,8 +65,9 @@ def workspace(table: CostTable, model: ModelSpec, workload: Workload) -> Workspa
     """Returns the peak device bytes of temporary tensors, or None if they are unknown.
 
     If this workload was not measured, the bytes are interpolated over the tokens of at least two
-    measured workloads. One is not enough, because a part of the bytes is fixed. If only workloads
-    with the other packing were measured, the difference of the masks is added.
+    measured workloads, without masks, and the masks of this workload are added. One measured
+    workload is not enough, because a part of the bytes is fixed. If there are no two, those with
+    the other packing are used in the same way.
 
     If no workload with fp8 products was measured, they are the bytes without fp8 products plus
     `fp8_temporary_bytes`.
@@ -66,23 +79,36 @@ def workspace(table: CostTable, model: ModelSpec, workload: Workload) -> Workspa
     if table.loss_chunk not in (0, workload.loss_chunk):
         return _other_chunk_workspace(table, model, workload)
     shape = f"{model.shape}/{workload.shape}"
-    found, other = (
-        _workspace(table, wanted, model, workload) for wanted in (shape, other_packing(shape))
-    )
+    for wanted in (shape, other_packing(shape)):
+        if found := _workspace(table, wanted, model, workload):
+            return found
     plain = msgspec.structs.replace(workload, fp8=None)
-    if plain != workload and not (found or other):
-        less = workspace(table, model, plain)
-        return less and msgspec.structs.replace(
-            less, layer=less.layer + fp8_temporary_bytes(model, workload)
-        )
-    if found or other is None:
-        return found
-    packed = msgspec.structs.replace(workload, documents=not workload.documents)
-    in_layers, outside = (
-        size(model, workload) - size(model, packed) for size in (mask_bytes, lasting_mask_bytes)
+    if plain == workload:
+        return None
+    less = workspace(table, model, plain)
+    return less and msgspec.structs.replace(
+        less, layer=less.layer + fp8_temporary_bytes(model, workload)
     )
+
+
+def _measured_workload(shape: str, workload: Workload) -> Workload:
+    """Returns `workload` with the batch, sequence and packing of a measured shape."""
+    tokens, sequence = tokens_of(shape)
     return msgspec.structs.replace(
-        other, layer=max(other.layer + in_layers, 0), head=max(other.head + outside, 0)
+        workload, batch=tokens // sequence, sequence=sequence, documents=shape.endswith(DOCUMENTS)
+    )
+
+
+def _with_masks(found: Workspace, model: ModelSpec, workload: Workload, sign: int) -> Workspace:
+    """Returns `found` with the bytes of the masks of `workload` added, or taken away if `sign` is
+    -1. Masks that a layer saves belong to its activations.
+    """
+    outside = sign * lasting_mask_bytes(model, workload)
+    inside = sign * (mask_bytes(model, workload) - added_mask_bytes(model, workload))
+    return Workspace(
+        layer=max(found.layer + inside, 0),
+        head=max(found.head + outside, 0),
+        update=max(found.update + outside, 0),
     )
 
 
@@ -105,16 +131,22 @@ def _other_chunk_workspace(
 def _workspace(
     table: CostTable, shape: str, model: ModelSpec, workload: Workload
 ) -> Workspace | None:
-    """Returns the workspace of `shape`, measured or interpolated over tokens, or None."""
+    """Returns the workspace of `workload` from the measurement of `shape`, or interpolated over
+    the tokens of shapes that differ only in these. Returns None if there are none.
+    """
     known = table.workspace
     if shape in known:
-        return known[shape]
+        then = _measured_workload(shape, workload)
+        if then == workload:
+            return known[shape]
+        return _with_masks(_with_masks(known[shape], model, then, -1), model, workload, 1)
     if writes_scores(model, workload):
         return None
     points: dict[int, Workspace] = {}
-    for other, measured in sorted(known.items()):
+    for other, found in sorted(known.items()):
         if alike_but_for_tokens(other, shape):
             tokens = tokens_of(other)[0]
+            measured = _with_masks(found, model, _measured_workload(other, workload), -1)
             points[tokens] = _larger(measured, points.get(tokens, measured))
     if len(points) < 2:
         return None
@@ -125,7 +157,8 @@ def _workspace(
     on_line = Workspace(
         **{field: _bytes_at(values, workload.tokens) for field, values in line.items()}
     )
-    return msgspec.structs.replace(on_line, head=_head_bytes(line["head"], model, workload))
+    on_line = msgspec.structs.replace(on_line, head=_head_bytes(line["head"], model, workload))
+    return _with_masks(on_line, model, workload, 1)
 
 
 def _head_bytes(points: tuple[tuple[int, int], ...], model: ModelSpec, workload: Workload) -> int:

@@ -25,6 +25,12 @@ from megatrain.simulator.costs.measured_shapes import measured_chunks
 from megatrain.simulator.costs.missing import missing_measurement
 from megatrain.simulator.hardware.cost_table import COMPUTE_KINDS, Workspace
 from megatrain.simulator.hardware.machine import HardwareSpec
+from megatrain.simulator.model.attention_masks import (
+    added_mask_bytes,
+    lasting_mask_bytes,
+    mask_bytes,
+    saved_mask_bytes,
+)
 from megatrain.simulator.model.op_work import attention_shape, op_work, share_of_row
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import DOCUMENTS, Workload, rebuilding, shortened
@@ -759,6 +765,48 @@ def test_saved_activations_scale_with_the_tokens_of_one_model() -> None:
     assert costs.activations_bytes(other, works[0]) is None
     assert costs.activations_bytes(model, msgspec.structs.replace(works[0], dtype="fp32")) is None
     assert [costs.workspace(model, work) for work in works] == [Workspace(layer=70, head=9), None]
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_masks_grow_with_the_square_of_the_row(
+    make_model: Callable[..., ModelSpec], documents: bool
+) -> None:
+    """Regression test: the masks of rows of 64 tokens were scaled by the tokens, so those of four
+    times longer rows were predicted at a quarter of their bytes.
+    """
+    model = make_model(
+        family="qwen3",
+        layer_types=["full_attention", "sliding_attention"] * 2,
+        use_sliding_window=True,
+        sliding_window=8,
+    )
+
+    def work(batch: int, sequence: int) -> Workload:
+        return Workload(batch=batch, sequence=sequence, dtype="fp32", documents=documents)
+
+    def kept(work: Workload) -> int:
+        return 1000 * work.tokens + saved_mask_bytes(model, work)
+
+    def temporary(work: Workload) -> Workspace:
+        outside = lasting_mask_bytes(model, work)
+        inside = mask_bytes(model, work) - added_mask_bytes(model, work)
+        return Workspace(layer=10 * work.tokens + inside, head=9 + outside, update=7 + outside)
+
+    points = {f"{model.shape}/{each.shape}": each for each in (work(4, 64), work(16, 64))}
+    costs = Calibrated(
+        table(
+            activations={shape: (each.tokens, kept(each)) for shape, each in points.items()},
+            workspace={shape: temporary(each) for shape, each in points.items()},
+            loss_chunk=0,
+        )
+    )
+    assert saved_mask_bytes(model, work(4, 64)) > 0
+    for wanted in (work(4, 64), work(2, 256), work(1, 256), work(8, 64)):
+        assert costs.activations_bytes(model, wanted) == kept(wanted)
+        assert costs.workspace(model, wanted) == temporary(wanted)
+        other = msgspec.structs.replace(wanted, documents=not documents)
+        assert costs.activations_bytes(model, other) == kept(other)
+        assert costs.workspace(model, other) == temporary(other)
 
 
 def test_every_compute_op_has_an_amount(make_plan: Callable[..., Plan]) -> None:
