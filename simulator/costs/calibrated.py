@@ -41,6 +41,7 @@ are no reason for it, because they change a duration by a few percent.
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Mapping
@@ -141,6 +142,10 @@ class Calibrated(ContendedCosts):
         # it. Then one simulation is close to the expected step, and lower bounds hold for both.
         self._host_mean = statistics.fmean(table.host_factors or (1.0,))
         self.host_factors = _few(table.host_factors)
+        # A search asks for the memory of the same model and workload hundreds of times.
+        remembering = functools.lru_cache(maxsize=16)
+        self._activations = remembering(functools.partial(measured_memory.activations_bytes, table))
+        self._workspace = remembering(functools.partial(measured_memory.workspace, table))
         self._known: dict[tuple[str, str, bool, int | str], tuple[int, bool]] = {}
         """(kind, lane, whether the op adds to a buffer or saves activations, size or shape) ->
         (duration in ns, extrapolated). For ops outside of decoder layers, the kind is followed by
@@ -595,10 +600,10 @@ class Calibrated(ContendedCosts):
         return max(math.ceil(duration), 1)
 
     def activations_bytes(self, model: ModelSpec, workload: Workload) -> int | None:
-        return measured_memory.activations_bytes(self.table, model, workload)
+        return self._activations(model, workload)
 
     def workspace(self, model: ModelSpec, workload: Workload) -> Workspace | None:
-        return measured_memory.workspace(self.table, model, workload)
+        return self._workspace(model, workload)
 
 
 def _few(factors: tuple[float, ...]) -> tuple[float, ...]:

@@ -107,6 +107,7 @@ def best_split(
         unified=hardware.unified,
     )
     times: list[tuple[int, int]] = []
+    refused: list[UserError] = []
     for index, work in enumerate(tried):
         if times and index - min(times)[1] > _PATIENCE:
             break
@@ -130,9 +131,15 @@ def best_split(
             < _CLOSE * min(times)[0]
         ):
             plan = msgspec.structs.replace(plan, knobs=first_knobs(plan))
-            quick_times = [_time_ns(quick, costs) for quick in _quick(plan, costs)]
+            try:
+                quick_times = [_time_ns(quick, costs) for quick in _quick(plan, costs)]
+            except UserError as error:  # such as a policy that sums no gradients
+                refused.append(error)
+                continue
             if quick_times:
                 times.append((min(quick_times), index))
+    if refused and not times:
+        raise refused[0]
     chosen = [
         tried[index] for time, index in sorted(times)[:_FINALISTS] if time < _CLOSE * min(times)[0]
     ] or [tried[-1]]
@@ -167,11 +174,11 @@ def best_split(
 def _quick(plan: Plan, costs: CostModel) -> Iterator[Plan]:
     """Yields a few simple plans that fit in memory.
 
-    If the policy places state, these plans save the activations of no layer, or of as many layers
-    as fit, once with single micro-batches and once with the largest groups that fit. For other
-    policies, there is one plan for each checkpoint interval.
+    If the policy obeys every field of the placement, these plans save the activations of no layer,
+    or of as many layers as fit, once with single micro-batches and once with the largest groups
+    that fit. For other policies, there is one plan for each checkpoint interval.
     """
-    if policy_library.find(plan.policy).places_state:
+    if policy_library.find(plan.policy).obeys_everything:
         single, *larger = group_sizes(plan)
         yield from _quick_in_groups(plan, costs, single)
         for size in reversed(larger):

@@ -49,7 +49,7 @@ class MemoryFootprint:
 
     def __init__(self, plan: Plan, costs: CostModel) -> None:
         self.plan, self.costs = plan, costs
-        places = policy_library.find(plan.policy).places_state
+        places = policy_library.find(plan.policy).obeys_everything
         # Without placement no buffer depends on the bytes of a copy. One copy is lowered faster.
         buffers = policy_library.outline(
             plan if places else with_knobs(plan, chunk_bytes=ONE_COPY)
@@ -365,7 +365,8 @@ def _footprints(plan: Plan, costs: CostModel) -> Iterator[MemoryFootprint]:
     """Yields the plans of one policy that may need the least memory.
 
     The first ones keep the layer inputs on the device, with each checkpoint interval. The others
-    offload the inputs of all layers. If the policy places state, there are also plans that offload
+    offload the inputs of all layers. If the policy obeys every field of the
+    placement, there are also plans that offload
     the inputs of the first 1/4, 2/4 or 3/4 of the layers, or of all layers but one, for a host that
     cannot hold them all, and a plan that also updates its layers on the host, which needs no slots
     for state on the device. Each plan has the fewest slots that the policy accepts. If the policy
@@ -373,10 +374,10 @@ def _footprints(plan: Plan, costs: CostModel) -> Iterator[MemoryFootprint]:
     """
     model = plan.model
     decoders = [str(index) for index in range(model.layers)]
-    places_state = policy_library.find(plan.policy).places_state
+    obeys = policy_library.find(plan.policy).obeys_everything
     counts = (
         {model.layers - 1, *(model.layers * quarters // 4 for quarters in (3, 2, 1))} - {0}
-        if places_state
+        if obeys
         else set()
     )
     offloads = [
@@ -409,7 +410,7 @@ def _footprints(plan: Plan, costs: CostModel) -> Iterator[MemoryFootprint]:
                 yield MemoryFootprint(least, costs)
             except UserError:  # the policy needs more slots
                 continue
-            if offloaded == "all" and places_state and (other := host_updating(least)) != least:
+            if offloaded == "all" and obeys and (other := host_updating(least)) != least:
                 with contextlib.suppress(UserError):  # the policy cannot update on the host
                     yield MemoryFootprint(other, costs)
             break

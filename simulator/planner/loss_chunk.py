@@ -10,7 +10,8 @@ powers of two from 128 to 16,384 and the whole micro-batch:
    the chunk grows.
 2. The time of a chunk is the step time of the plan from which the search of placements would
    continue (`PlacementSearch.first_ns`). It depends on both the time of the head and its memory.
-   For policies that do not place state, it is the step time that their search finds.
+   For policies that do not obey every field of the placement, it is the step time that the search
+   of their slots finds.
 3. If that leads to less than 1,024 tokens, the whole search is made with this chunk and with 1,024
    tokens, or the whole micro-batch if it is smaller. The faster one is chosen.
 4. If no plan fits with the first chunks, begin with the largest chunk below 1,024 tokens with which
@@ -209,7 +210,7 @@ class _ChunkSearch:
         derived = _DERIVED if self._measured and chunk not in self._measured else 1.0
         found = [most_ns]
         for plan, costs in (self._with_costs(plan, chunk) for plan in self._fastest):
-            if not policy_library.find(plan.policy).places_state:
+            if not policy_library.find(plan.policy).obeys_everything:
                 found.append(self._time(chunk))
             elif best := fastest(_searches(plan, costs), min(found) / derived):
                 found.append(derived * best.step_seconds * 1e9)
@@ -234,7 +235,7 @@ def _step_ns(plan: Plan, costs: CostModel, limit: float) -> float:
     """Returns a step time of the policy of `plan` in ns. Returns infinity if no plan was found to
     fit, or if no plan comes near `limit`.
     """
-    if not policy_library.find(plan.policy).places_state:
+    if not policy_library.find(plan.policy).obeys_everything:
         choice = SlotSearch(plan, costs).best()
         return choice.step_seconds * 1e9 if choice.feasible else math.inf
     best = math.inf

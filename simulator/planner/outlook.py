@@ -72,7 +72,7 @@ def outlook(
         return _choice(footprint.plan, footprint.account(), costs)
     misses = []
     for plan in plans:
-        if policy_library.find(plan.policy).places_state:
+        if policy_library.find(plan.policy).obeys_everything:
             search: PlacementSearch | SlotSearch = PlacementSearch(plan, costs)
             possible = any(
                 PlacementSearch(with_knobs(plan, micro_batch_group=size), costs).may_fit()
@@ -101,8 +101,8 @@ def first_plan(
     """Returns a plan that fits, which was chosen by lower bounds of step times. Only this plan is
     simulated.
 
-    Returns None if no such plan was found, and if no policy places state. The arguments are those
-    of `candidates`. Raises UserError as `candidates` does.
+    Returns None if no such plan was found, and if no policy obeys every field of the placement. The
+    arguments are those of `candidates`. Raises UserError as `candidates` does.
     """
     plans = plans_of(
         model,
@@ -116,7 +116,7 @@ def first_plan(
     found = [
         entry
         for plan in plans
-        if policy_library.find(plan.policy).places_state
+        if policy_library.find(plan.policy).obeys_everything
         for size in group_sizes(plan)
         if (entry := PlacementSearch(with_knobs(plan, micro_batch_group=size), costs).likely())
     ]

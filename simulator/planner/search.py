@@ -180,7 +180,7 @@ def _searched(plans: list[Plan], costs: CostModel) -> list[Choice]:
     refused: list[UserError] = []
     for plan in plans:
         try:
-            choices.append(_best(plan, costs))
+            choices.append(best_of_policy(plan, costs))
         except UserError as error:
             refused.append(error)
     if refused and not choices:
@@ -190,8 +190,10 @@ def _searched(plans: list[Plan], costs: CostModel) -> list[Choice]:
     return choices
 
 
-def _best(plan: Plan, costs: CostModel) -> Choice:
-    """Returns the best choice for the policy of `plan`."""
+def best_of_policy(plan: Plan, costs: CostModel) -> Choice:
+    """Returns the best choice for the policy of `plan`. It has only knobs and fields of the
+    placement that the policy declares.
+    """
     policy = policy_library.find(plan.policy)
     if policy.prediction_only:
         return assess(plan, costs)
@@ -407,10 +409,10 @@ def best_estimate(
 
     The arguments are those of `candidates`, and `most_seconds`: if every plan takes that many
     seconds per step or longer, the result may be None or any such plan. With a single policy that
-    places state, the plan is not lowered in full, which saves time. Raises UserError as
-    `candidates` does.
+    obeys every field of the placement, the plan is not lowered in full, which saves time. Raises
+    UserError as `candidates` does.
     """
-    if not policies or len(policies) > 1 or not policy_library.find(policies[0]).places_state:
+    if not policies or len(policies) > 1 or not policy_library.find(policies[0]).obeys_everything:
         best = candidates(
             model,
             hardware,
@@ -445,7 +447,7 @@ def _least(plan: Plan, hardware: HardwareSpec, costs: CostModel, names: list[str
     if footprint is None:
         return None
     least = footprint.placed()
-    if policy_library.find(least.policy).places_state:
+    if policy_library.find(least.policy).obeys_everything:
         return PlacementSearch(least, costs, more=True).improved(least)
     return least
 

@@ -92,12 +92,6 @@ def least_fitting(plan: Plan, hardware: HardwareSpec) -> MemoryFootprint | None:
     return next(filter(None, found), None)
 
 
-def sharing(plan: Plan) -> Plan:
-    """Returns `plan`, which is for one GPU, with the policy whose step several GPUs can share."""
-    name = next(name for name in policy_library.names() if policy_library.find(name).shards)
-    return msgspec.structs.replace(plan, policy=name, digest="", prediction=None)
-
-
 def shares(plan: Plan, gpus: int, hosts: int = 1) -> bool:
     """Returns whether `gpus` GPUs of `hosts` hosts can share the step of `plan`, which is for one
     GPU.

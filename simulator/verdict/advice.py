@@ -156,25 +156,28 @@ class Adviser:
         work, suggestions = self.work, list[Suggestion]()
         chunks = [chunk for chunk in _LOSS_CHUNKS if chunk < min(work.loss_chunk, work.tokens)]
         smaller = [
-            self._changed({"loss-chunk": chunk}, msgspec.structs.replace(work, loss_chunk=chunk))
+            entry
             for chunk in chunks
+            for entry in self._changed(
+                {"loss-chunk": chunk}, msgspec.structs.replace(work, loss_chunk=chunk)
+            )
         ]
         suggestions += [entry for entry in smaller if entry.fits][:1] or smaller[-1:]
         if batch := largest_batch(self.footprints, work):
-            suggestions.append(
-                self._changed({"batch": batch}, msgspec.structs.replace(work, batch=batch))
+            suggestions += self._changed(
+                {"batch": batch}, msgspec.structs.replace(work, batch=batch)
             )
         elif context := longest_context(self.footprints, work):
             short = msgspec.structs.replace(work, batch=1, sequence=context)
-            suggestions.append(self._changed({"seq": context, "batch": 1}, short))
+            suggestions += self._changed({"seq": context, "batch": 1}, short)
         if work.clipping == "global":
             values: dict[str, object] = {"clipping": "adagc"}
             if work.gradients != "exact":
                 values["gradients"] = "exact"
-            suggestions.append(self._changed(values, msgspec.structs.replace(work, **values)))
+            suggestions += self._changed(values, msgspec.structs.replace(work, **values))
             if self._can_code_gradients():
                 coded = msgspec.structs.replace(work, gradients="8bit")
-                suggestions.append(self._changed({"gradients": "8bit"}, coded))
+                suggestions += self._changed({"gradients": "8bit"}, coded)
         return suggestions + self._more_memory()
 
     def _can_code_gradients(self) -> bool:
@@ -186,23 +189,28 @@ class Adviser:
             policy_library.find(name).places_state for name in self.names
         )
 
-    def _changed(self, values: dict[str, object], work: Workload) -> Suggestion:
-        """Returns the suggestion to use the workload `work`, with its effect on memory.
+    def _changed(self, values: dict[str, object], work: Workload) -> list[Suggestion]:
+        """Returns the suggestion to use the workload `work`, with its effect on memory. Returns
+        nothing if the policies refuse this workload.
 
         `values` are the changed options and their new values.
         """
         least = self._least(work)
+        if not least:
+            return []
         account = min((footprint.account() for footprint in least), key=_excess)
         options = {name: str(value) for name, value in values.items()}
-        return Suggestion(
-            change=as_options(options),
-            options=options,
-            fits=account.fits,
-            bytes_missing=account.excess_bytes,
-            bytes_saved=self._total - _total(account),
-            tokens_per_second=self._speed(work, least) if account.fits else None,
-            note=_note(options, work),
-        )
+        return [
+            Suggestion(
+                change=as_options(options),
+                options=options,
+                fits=account.fits,
+                bytes_missing=account.excess_bytes,
+                bytes_saved=self._total - _total(account),
+                tokens_per_second=self._speed(work, least) if account.fits else None,
+                note=_note(options, work),
+            )
+        ]
 
     def _speed(self, work: Workload, least: list[MemoryFootprint], **limits: int) -> float | None:
         """Returns the tokens per second that a search finds with another workload or other limits.
@@ -211,7 +219,10 @@ class Adviser:
         returned. `least` are footprints for the same workload and limits. Returns None if none of
         them fits.
         """
-        best = self.search(work, **self._limits | limits)
+        try:
+            best = self.search(work, **self._limits | limits)
+        except UserError:  # the policy refuses the workload with every other knob
+            best = None
         if best is None:
             fitting = next((footprint for footprint in least if footprint.account().fits), None)
             if fitting is None:
@@ -380,12 +391,13 @@ class Adviser:
         """Returns the suggestion to use the largest state format with which the model fits. If it
         fits with none, the smallest format is returned.
         """
-        entry = None
+        found = list[Suggestion]()
         for state in self._formats:
-            entry = self._changed({"state": state}, msgspec.structs.replace(self.work, state=state))
-            if entry.fits:
+            work = msgspec.structs.replace(self.work, state=state)
+            found = self._changed({"state": state}, work) or found
+            if found and found[0].fits:
                 break
-        return [msgspec.structs.replace(entry, compressed=True)] if entry else []
+        return [msgspec.structs.replace(entry, compressed=True) for entry in found]
 
     # Changes that make the model run faster
 
@@ -501,11 +513,11 @@ class Adviser:
             for least, needed in zip(bounds, (least_gain, likely_gain), strict=False):
                 if tokens_per_second(work, least) < (1 + needed) * self.speed:
                     return None
+            # Slower steps gain so little that `suggestions` leaves them out.
+            most_seconds = work.step_tokens / ((1 + 0.999 * least_gain) * self.speed)
+            best = self.search(work, **new_limits, most_seconds=most_seconds)
         except UserError:
             return None
-        # Slower steps gain so little that `suggestions` leaves them out.
-        most_seconds = work.step_tokens / ((1 + 0.999 * least_gain) * self.speed)
-        best = self.search(work, **new_limits, most_seconds=most_seconds)
         if best is None:
             return None
         note = ", and nothing streams" if limits and not best.streams else ""

@@ -23,14 +23,13 @@ from megatrain.simulator.planner.assessment import (
     with_knobs,
 )
 from megatrain.simulator.planner.filling import GIB, Filling, all_on_host, ranges
-from megatrain.simulator.planner.search import best_placed
+from megatrain.simulator.planner.search import best_of_policy, best_placed
 from megatrain.simulator.planner.slot_search import (
     FILLED,
     GRADIENT_SLOTS,
     GRADIENT_STAGING,
     ONE_COPY,
     WEIGHT_SLOTS,
-    SlotSearch,
     intervals,
 )
 from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
@@ -86,11 +85,18 @@ def _better(choice: Choice, place: str, costs: CostModel) -> tuple[Knobs | None,
     Returns None and 1 if no knobs are faster.
     """
     plan, limit = choice.plan, f"{place}_limit_bytes"
-    roomier = msgspec.structs.replace(plan, **{limit: getattr(plan, limit) + GIB})
-    if not policies.find(plan.policy).places_state:
-        if _has_plenty(plan, place, costs):
+    roomier = msgspec.structs.replace(
+        plan,
+        **{limit: getattr(plan, limit) + GIB},
+        knobs=first_knobs(plan),
+        digest="",
+        prediction=None,
+    )
+    policy = policies.find(plan.policy)
+    if not policy.obeys_everything:
+        if not policy.places_state and _has_plenty(plan, place, costs):
             return None, 1.0
-        again = SlotSearch(with_knobs(roomier, placement=Placement()), costs).best()
+        again = best_of_policy(roomier, costs)
         return (
             (again.plan.knobs, again.step_seconds / choice.step_seconds)
             if again.step_seconds < choice.step_seconds
@@ -99,11 +105,7 @@ def _better(choice: Choice, place: str, costs: CostModel) -> tuple[Knobs | None,
     if _needs_nothing(choice) or (place == "host" and _holds_everything(plan, costs)):
         return None, 1.0
     now = estimate(plan, costs).step_seconds
-    found = best_placed(
-        msgspec.structs.replace(roomier, knobs=first_knobs(roomier), digest="", prediction=None),
-        costs,
-        now * 1e9 - costs.step_overhead_ns,
-    )
+    found = best_placed(roomier, costs, now * 1e9 - costs.step_overhead_ns)
     if found is None or found.step_seconds >= now:
         return None, 1.0
     return found.plan.knobs, found.step_seconds / now

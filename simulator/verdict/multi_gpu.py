@@ -29,7 +29,7 @@ from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.assessment import Choice
 from megatrain.simulator.planner.assessment import step_seconds as expected_seconds
 from megatrain.simulator.planner.search import candidates
-from megatrain.simulator.planner.shared_step import obstacle, shared_step, sharing
+from megatrain.simulator.planner.shared_step import obstacle, shared_step
 from megatrain.simulator.schedule import Op, Schedule
 from megatrain.simulator.schedule.arithmetic import ways_of
 from megatrain.simulator.schedule.plan import MOST_GPUS, MOST_HOSTS, MOST_NETWORK_GB_PER_S, Plan
@@ -175,10 +175,11 @@ def predicted(
     gpus: int,
     work: Workload | None = None,
     hosts: int = 1,
+    names: list[str] | None = None,
 ) -> MultiGpu:
     """Returns the prediction for `gpus` GPUs that share the step of `choice`, a plan for one GPU.
 
-    The policy of the plan shares it if it can, and otherwise the built-in one that can. If none
+    The policy of the plan shares it if it can, and otherwise the first of `names` that can. If none
     can, the result is that of `estimate`, which is for one host.
 
     Args:
@@ -189,14 +190,21 @@ def predicted(
         gpus: The number of GPUs.
         work: The workload of each GPU if they share the step. None means that of the plan.
         hosts: The number of hosts that have the GPUs.
+        names: Policies that may share the step. The default is every policy that may be the
+            fastest.
 
     Raises UserError as `check_gpus` does, and if several hosts cannot share the step.
     """
     check_gpus(gpus, hardware, hosts)
     plan, alone = choice.plan, choice.step_seconds
     common = msgspec.structs.replace(plan, workload=work or plan.workload, digest="")
-    if not policies.find(plan.policy).shards:
-        common = sharing(common)
+    able = [
+        name
+        for name in (policies.contenders() if names is None else names)
+        if policies.find(name).shards
+    ]
+    if able and not policies.find(plan.policy).shards:
+        common = msgspec.structs.replace(common, policy=able[0], prediction=None)
     if refusal := obstacle(common, gpus, hosts):
         if hosts > 1:
             raise UserError(

@@ -432,7 +432,8 @@ def explain(
     Args:
         choice: The plan to explain.
         hardware: The machine of the plan.
-        names: Policies that advice may choose. The default is every policy that may be the fastest.
+        names: Policies that advice may choose, and that several GPUs may use. The default is every
+            policy that may be the fastest.
         gpus: Number of GPUs. If there are several, the verdict predicts their speed.
         hosts: Number of hosts that have these GPUs.
         tokens: Tokens to train on, for time and energy.
@@ -453,6 +454,7 @@ def explain(
         tokens=tokens,
         chunk_chosen=chunk_chosen,
         kernel_chosen=kernel_chosen,
+        names=names,
     )
     return explored(verdict, choice, hardware, names, advise=advise, marginal=marginal)
 
@@ -467,12 +469,14 @@ def described(
     chunk_chosen: bool = False,
     kernel_chosen: bool = False,
     shared_work: Workload | None = None,
+    names: list[str] | None = None,
 ) -> Verdict:
     """Returns the verdict on a choice with its simulated times, but without the results of other
     plans, which `explored` adds.
 
     `shared_work` is the workload of each of several GPUs that share a step. None means that of the
-    plan. The other arguments are those of `explain`. Raises UserError as `explain` does.
+    plan. `names` are the policies that may share it. The other arguments are those of `explain`.
+    Raises UserError as `explain` does.
     """
     plan, verdict = choice.plan, summarize(choice, hardware, kernel_chosen=kernel_chosen)
     costs = costs_of(plan, hardware)
@@ -505,7 +509,7 @@ def described(
         multi_gpu=(
             None
             if gpus == 1
-            else predicted(choice, schedule, hardware, costs, gpus, shared_work, hosts)
+            else predicted(choice, schedule, hardware, costs, gpus, shared_work, hosts, names)
         ),
     )
     if tokens is not None:

@@ -308,10 +308,10 @@ def with_fitting_piece(
 
 def _best(args: argparse.Namespace, hardware: HardwareSpec, model: ModelSpec) -> Choice:
     """Returns the best plan, which is for several GPUs if they can share the step."""
-    from megatrain.simulator.planner.shared_step import shared_step, sharing
+    from megatrain.simulator.planner.shared_step import shared_step
 
     if _gpus(args) > 1 and getattr(args, "tokens_per_step", None) is None:
-        plan = sharing(_least_plan(args, hardware, model))
+        plan = _sharing(_least_plan(args, hardware, model), args)
         if _shares(plan, args):
             return shared_step(plan, hardware, args.gpus, _hosts(args))
     return choices(args, hardware, model.name, hardware.name, model)[0]
@@ -388,15 +388,13 @@ def shared_workload(
     With `--tokens-per-step`, the step of each GPU is split as that of `one` if this plan fits and
     its split fits the GPUs. Otherwise it has the largest micro-batch that fits them.
     """
-    from megatrain.simulator.planner.shared_step import sharing
-
     work, step_tokens = one.plan.workload, args.tokens_per_step
     args = options.replaced(args, tokens_per_step=None)
     if step_tokens is not None:
         args = options.replaced(args, batch=work.batch, accumulation=work.accumulation)
     args = with_fitting_state(args, hardware, model, share=True)
     one_row = options.replaced(args, batch=args.batch or 1)
-    plan = sharing(_least_plan(one_row, hardware, model))
+    plan = _sharing(_least_plan(one_row, hardware, model), args)
     if not _shares(plan, args):
         return work
     args = options.replaced(args, policy=plan.policy)
@@ -539,12 +537,24 @@ def state_exceeds_memory(
 
 
 def _shares(plan: Plan, args: argparse.Namespace) -> bool:
-    """Returns whether the GPUs of `--gpus` can share the step of `plan`, with the policy that
-    shares.
+    """Returns whether the GPUs of `--gpus` can share the step of `plan`, with the policy of
+    `_sharing`.
     """
-    from megatrain.simulator.planner.shared_step import shares, sharing
+    from megatrain.simulator.planner.shared_step import shares
 
-    return shares(sharing(plan), _gpus(args), _hosts(args))
+    return shares(_sharing(plan, args), _gpus(args), _hosts(args))
+
+
+def _sharing(plan: Plan, args: argparse.Namespace) -> Plan:
+    """Returns `plan` with the first policy of `--policy` whose step several GPUs can share. If none
+    can, returns `plan`.
+    """
+    import msgspec
+
+    from megatrain.simulator.policies import find
+
+    able = [name for name in policies(args.policy) if find(name).shards]
+    return msgspec.structs.replace(plan, policy=able[0]) if able else plan
 
 
 def _fits(plan: Plan, hardware: HardwareSpec, names: list[str], args: argparse.Namespace) -> bool:
@@ -553,12 +563,12 @@ def _fits(plan: Plan, hardware: HardwareSpec, names: list[str], args: argparse.N
 
     Raises UserError if `hardware` was measured and has no costs for the model and the workload.
     """
-    from megatrain.simulator.planner.shared_step import least_fitting, of_all, sharing
+    from megatrain.simulator.planner.shared_step import least_fitting, of_all
     from megatrain.simulator.verdict.alternatives import fits
 
     gpus = _gpus(args)
     if gpus > 1 and _shares(plan, args):
-        shared = of_all(sharing(plan), hardware, gpus, _hosts(args))
+        shared = of_all(_sharing(plan, args), hardware, gpus, _hosts(args))
         return least_fitting(shared, hardware) is not None
     return fits(plan, hardware, names)
 
@@ -616,6 +626,7 @@ def described(
         chunk_chosen=chunk_chosen,
         kernel_chosen=kernel_chosen,
         shared_work=shared_work,
+        names=policies(args.policy),
     )
     return _stated(msgspec.structs.replace(verdict, batch_chosen=batch_chosen), args)
 

@@ -60,11 +60,11 @@ def test_a_plan_has_its_hosts_and_network(capsys: pytest.CaptureFixture[str]) ->
     [
         HOSTS,
         ("--gpus", "2"),
-        ("--gpus", "2", "--policy", "k_buffer"),
+        ("--gpus", "2", "--policy", "overlapped"),
         ("--gpus", "4", *SMALL_MACHINE),
         ("--gpus", "4", "--state", "any", *SMALL_MACHINE),
     ],
-    ids=["hosts", "one host", "another policy", "too large for one GPU", "another state"],
+    ids=["hosts", "one host", "a policy that shares", "too large for one GPU", "another state"],
 )
 @pytest.mark.usefixtures("without_advice", "searched_once")
 def test_check_says_how_to_write_the_plan_for_several_gpus(

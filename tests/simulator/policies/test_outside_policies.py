@@ -19,15 +19,31 @@ from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
+from megatrain.simulator.planner.batch_splits import best_split
 from megatrain.simulator.planner.search import search
 from megatrain.simulator.planner.shared_step import shared_step
 from megatrain.simulator.policies.k_buffer import KBuffer
 from megatrain.simulator.policies.policy import Policy, PolicyWarning
 from megatrain.simulator.policies.registry import POLICIES
 from megatrain.simulator.schedule import Schedule
-from megatrain.simulator.schedule.plan import Knobs, Plan
+from megatrain.simulator.schedule.plan import Knobs, Placement, Plan
 from megatrain.simulator.verdict.verdict import judge
 
+REFUSES = """
+    from megatrain.simulator.policies.overlapped import Overlapped
+
+    class Refusing({1}):
+        name = "refusing"
+        placements = ("weights",) if {1} is Overlapped else KBuffer.placements
+
+        def lower(self, plan):
+            if {0}:
+                raise UserError("policy refusing", found="it", allowed="others", fix="none")
+            return super().lower(plan)
+
+        def buffers(self, plan, *, merged=False):
+            return self.lower(plan)
+"""
 H200 = HardwareSpec.load("h200")
 WORK = Workload(batch=2, sequence=16)
 HEADER = """
@@ -230,6 +246,81 @@ def test_the_search_skips_knobs_that_a_policy_refuses(
     assert verdict.feasible
     assert verdict.knobs["checkpoint_interval"] == 1
     assert verdict.knobs["weight_slots"] in (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("refused", "given"),
+    [
+        ("plan.workload.accumulation > 1", {}),
+        ("plan.workload.clipping != 'global'", {}),
+        ("plan.workload.compiled", {}),
+        ("plan.workload.loss_chunk < 1024", {"device_limit": 2**27}),
+        ("plan.workload.clipping != 'global'", {"host_limit": 2**24}),
+    ],
+)
+def test_advice_leaves_out_what_a_policy_refuses(
+    write: Callable[[str], str], refused: str, given: dict[str, int]
+) -> None:
+    """Regression test: such a policy had no verdict, although its plan was there."""
+    path = write(REFUSES.format(refused, "KBuffer"))
+    model = ModelSpec.load("qwen2.5-0.5b").with_layers(2)
+    work = Workload(batch=4, sequence=512, loss_chunk=1024)
+    ours = judge(model, H200, work, policies=["k_buffer"], **given)
+    verdict = judge(model, H200, work, policies=[path], **given)
+    assert verdict.feasible == ours.feasible == (not given)
+    assert {entry.change for entry in verdict.advice} <= {entry.change for entry in ours.advice}
+
+
+@pytest.mark.parametrize("base", ["KBuffer", "Overlapped"])
+def test_splits_of_a_step_that_a_policy_refuses_are_left_out(
+    write: Callable[[str], str], base: str
+) -> None:
+    """If it refuses all of them, its error is raised.
+
+    Regression test: the error was also raised if it placed weights and accepted other splits.
+    """
+    model = ModelSpec.load("qwen2.5-0.5b").with_layers(2)
+    for refused, accumulation in (
+        ("plan.workload.accumulation > 1", 1),
+        ("plan.workload.accumulation != 2", 2),
+    ):
+        path = write(REFUSES.format(refused, base))
+        choices = best_split(model, H200, Workload(batch=1, sequence=64), 512, policies=[path])
+        assert choices[0].plan.workload.accumulation == accumulation
+    never = write(REFUSES.format("True", base))
+    with pytest.raises(UserError, match="refusing"):
+        best_split(model, H200, Workload(batch=1, sequence=64), 512, policies=[never])
+
+
+def test_a_policy_that_places_a_part_is_advised_what_it_can_do(write: Callable[[str], str]) -> None:
+    """Regression test: the gains of advice and of one more GiB were those of plans with fields of
+    the placement that the policy does not obey.
+    """
+    path = write(
+        """
+        from megatrain.simulator.policies.overlapped import Overlapped
+
+        class Part(Overlapped):
+            name = "part"
+            placements = ("weights",)
+            knobs = ("weight_slots", "chunk_bytes")
+        """
+    )
+    model = ModelSpec.load("qwen2.5-0.5b").with_layers(6)
+    work = Workload(batch=4, sequence=512)
+    limits = {"device_limit": 2**32, "host_limit": 2**35}
+    verdict = judge(model, H200, work, policies=[path], **limits)
+    (entry,) = [entry for entry in verdict.advice if entry.options == {"clipping": "none"}]
+    changed = msgspec.structs.replace(work, clipping="none")
+    found = judge(model, H200, changed, policies=[path], advise=False, **limits)
+    assert entry.tokens_per_second == pytest.approx(found.tokens_per_second, rel=1e-6)
+    for effect in verdict.one_more_gib:
+        more = {**limits, f"{effect.place}_limit": limits[f"{effect.place}_limit"] + 2**30}
+        found = judge(model, H200, work, policies=[path], advise=False, **more)
+        assert effect.tokens_per_second <= found.tokens_per_second * (1 + 1e-6)
+        fields = Placement.__struct_fields__
+        knobs = effect.knobs or Knobs()
+        assert {name for name in fields if getattr(knobs.placement, name)} <= {"weights"}
 
 
 NEEDS_LAYERS = """
@@ -470,6 +561,19 @@ def test_a_policy_that_shards_is_the_one_that_is_predicted_for_several_gpus(
         assert verdict.multi_gpu is not None
         steps.append(verdict.multi_gpu.step_seconds)
     assert steps[0] > steps[1]
+
+
+def test_a_named_policy_that_does_not_share_a_step_is_refused_for_several_gpus(
+    make_plan: Callable[..., Plan],
+) -> None:
+    """Regression test: the speed of the built-in policy was shown in its place."""
+    model = make_plan().model
+    named = judge(model, H200, WORK, policies=["k_buffer"], advise=False, gpus=2).multi_gpu
+    assert named
+    assert "policy k_buffer: gpus: found 2" in named.refused
+    usual = judge(model, H200, WORK, advise=False, gpus=2).multi_gpu
+    assert usual
+    assert not usual.refused
 
 
 def test_an_update_of_whole_layers_on_each_gpu_is_refused(

@@ -460,14 +460,19 @@ def test_an_estimate_is_that_of_a_plan_that_leaves_memory_for_collectives(policy
 
 
 def test_the_best_plan_for_several_gpus_does_not_depend_on_the_policy_for_one() -> None:
+    """It may have any of the policies that may be chosen, but no other one."""
     resident, streamed = (
-        small(policies=[name], gpus=4).multi_gpu for name in ("resident", "double_buffer")
+        small(policies=[name, "overlapped"], gpus=4).multi_gpu
+        for name in ("resident", "double_buffer")
     )
     assert resident is not None
     assert streamed is not None
     assert resident.note.startswith("from the schedule of")
     assert resident.step_seconds == streamed.step_seconds
     assert resident.host_peak_bytes == 0, "all state is on the GPUs"
+    alone = small(policies=["resident"], gpus=4).multi_gpu
+    assert alone is not None
+    assert "only overlapped shares a step among several GPUs" in alone.refused
 
 
 def test_several_gpus_may_fit_what_one_does_not() -> None:
