@@ -93,7 +93,8 @@ def measure(
                 seconds=result.seconds, loss=result.loss, gradient_norm=result.gradient_norm
             )
 
-        readings = repeat(step, steps, system)
+        # A policy of somebody else is not ours.
+        readings = repeat(step, steps, system if ceiling else Path(plan.policy).name)
         peak = (
             torch.cuda.max_memory_allocated(device)
             if device.type == "cuda"

@@ -66,18 +66,19 @@ WorkStep = Callable[[int, Workload], Reading]
 """Runs step `number`, counted from 1, with the batch and sequence of a workload."""
 
 
-def repeat(step: Step, steps: int, system: str) -> tuple[Reading, ...]:
-    """Runs `steps` steps and returns them. Prints each step on standard error when it is done."""
+def repeat(step: Step, steps: int, name: str) -> tuple[Reading, ...]:
+    """Runs `steps` steps and returns them. Prints each step on standard error when it is done,
+    after `name`.
+    """
     readings = []
     for number in range(1, steps + 1):
         readings.append(reading := step(number))
         norm = (
             "" if reading.gradient_norm is None else f", gradient norm {reading.gradient_norm:.3f}"
         )
-        parts = "".join(f", {name} {seconds:.3f} s" for name, seconds in reading.parts.items())
+        parts = "".join(f", {part} {seconds:.3f} s" for part, seconds in reading.parts.items())
         print(
-            f"{system} step {number}: {reading.seconds:.3f} s{parts}, loss"
-            f" {reading.loss:.4f}{norm}",
+            f"{name} step {number}: {reading.seconds:.3f} s{parts}, loss {reading.loss:.4f}{norm}",
             file=sys.stderr,
             flush=True,
         )

@@ -33,7 +33,11 @@ def describe(parser: argparse.ArgumentParser) -> None:
         "--results",
         type=Path,
         metavar="DIR",
-        help="folder of the stored results (default: the folder in the repository or the package)",
+        help=(
+            "folder of the results (default: the stored ones, in the repository or the package)."
+            " With --rerun, a new folder becomes a copy of the stored results, which then stay as"
+            " they are"
+        ),
     )
 
 
@@ -44,7 +48,9 @@ def run(args: argparse.Namespace) -> int:
 
     published = ["published"] if args.rerun else []
     names = known(args.names, [*published, *FIGURES])
-    folder: Path = args.results or (writable_results(args.out) if args.rerun else RESULTS)
+    folder: Path = (
+        writable_results(args.out, args.results) if args.rerun else args.results or RESULTS
+    )
     if args.rerun:
         from megatrain.experiments.paper_data.rerun import rerun
 

@@ -19,6 +19,9 @@ def describe(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="also write the timeline to a file for https://ui.perfetto.dev",
     )
+    parser.add_argument(
+        "--picture", type=Path, metavar="FILE", help="also draw the timeline as a PNG file"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
@@ -56,6 +59,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.trace:
         file_arguments.check_replaceable(args.trace, file_arguments.TRACE_FILE)
+    if args.picture:
+        file_arguments.check_replaceable(args.picture, file_arguments.PICTURE_FILE)
     plan = file_arguments.plan_of(args.plan)
     hardware = file_arguments.hardware_of(args.plan, plan.hardware)
     with file_arguments.naming(args.plan):
@@ -64,6 +69,11 @@ def run(args: argparse.Namespace) -> int:
     timeline = simulate(schedule, costs)
     if args.trace:
         save_trace(args.trace, [timeline], schedule)
+    if args.picture:
+        from megatrain.simulator.plots.pictures import timeline_png  # loads matplotlib
+
+        title = f"{plan.model.name} on {hardware.name}, policy {plan.policy}"
+        timeline_png(args.picture, [timeline], title, "predicted, from the plan")
     lanes = {lane: timeline.busy_ns(lane) / 1e9 for lane in schedule.lanes}
     kinds: dict[str, tuple[int, float]] = {}
     for span in timeline.spans:
@@ -128,6 +138,8 @@ def run(args: argparse.Namespace) -> int:
         )
     if not choice.feasible:
         print(f"  limited by {account.binding}: {account.advice}")
+    if args.picture:
+        print(f"wrote {args.picture}")
     if args.trace:
         print(f"wrote {args.trace}: open it at https://ui.perfetto.dev")
     return 0 if choice.feasible else DoesNotFit.status

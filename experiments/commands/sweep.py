@@ -278,7 +278,7 @@ def run(args: argparse.Namespace) -> int:
     from megatrain.experiments.sweep import running
     from megatrain.experiments.sweep.flat import ROWS, outdated, write_csv
     from megatrain.experiments.sweep.store import Store
-    from megatrain.experiments.sweep.table import point, table
+    from megatrain.experiments.sweep.table import point, same_results, table
     from megatrain.runtime.host import cores
     from megatrain.simulator.hardware.machine import HardwareSpec
 
@@ -323,18 +323,25 @@ def run(args: argparse.Namespace) -> int:
 
         store.add(refused)
         advance(refused)
-        if args.execute:
-            running.execute(
-                todo, hardware, store, end, before=begin, steps=args.steps, device=args.device
-            )
-        else:
-            running.simulate(todo, hardware, store, advance, jobs=args.jobs or cores())
+        try:
+            if args.execute:
+                running.execute(
+                    todo, hardware, store, end, before=begin, steps=args.steps, device=args.device
+                )
+            else:
+                running.simulate(todo, hardware, store, advance, jobs=args.jobs or cores())
+        except KeyboardInterrupt as error:
+            kept = f"{sum(key in store.rows for key in keys):,} of {counted(len(keys), 'plan')}"
+            error.add_note(f"interrupted; {store_path} keeps {kept}; the same command continues")
+            raise
         rows = [store.rows[key] for key in keys]
         left_out = outdated(store.rows.values(), rows)
         if outdated(rows, store.rows.values()):
             store.add(rows)  # because the last rows of a store decide which rows are current
         write_csv(csv_path, store.rows.values())
     print(_what_was_planned(entries, len(impossible)))
+    for name in same_results(rows, axes):
+        print(f"{name} has no effect: plans that differ only in it have the same time and memory")
     for option in _without_effect(args):
         print(f"{option} has no effect, because an axis gives each point its own value")
     if left_out:

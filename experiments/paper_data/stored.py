@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.experiments.files.code_digest import code_digest
+from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import read_json, write_json
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,16 +66,26 @@ def store(folder: Path, name: str, data: Any, date: str) -> Path:
     return path
 
 
-def writable_results(out: Path) -> Path:
-    """Returns the folder in which results may be stored: the repository's folder of results, or for
-    an installed package a copy of its results in `out`.
+def writable_results(out: Path, named: Path | None = None) -> Path:
+    """Returns the folder in which results are stored: `named`, or the repository's folder of
+    results, or for an installed package a folder in `out`. If it is missing, it becomes a copy of
+    the stored results, because figures also need measurements.
+
+    Raises UserError if it is a folder without some of them.
     """
-    if (ROOT / "pyproject.toml").is_file():
-        return RESULTS
-    copied = out / "results"
-    if not copied.exists():
-        shutil.copytree(RESULTS, copied)
-    return copied
+    in_repository = (ROOT / "pyproject.toml").is_file()
+    folder = named or (RESULTS if in_repository else out / "results")
+    if not folder.exists():
+        shutil.copytree(RESULTS, folder)
+    missing = sorted(path.name for path in RESULTS.iterdir() if not (folder / path.name).exists())
+    if missing:
+        raise UserError(
+            str(folder),
+            found=f"no {missing[0]} in it",
+            allowed="a copy of the stored results, or a new folder, which becomes one",
+            fix="name a new folder with --results",
+        )
+    return folder
 
 
 def is_stale(folder: Path, name: str) -> bool:

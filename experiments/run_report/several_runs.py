@@ -17,6 +17,7 @@ from megatrain.runtime.warm_up import WARM_UP_STEPS
 from megatrain.simulator.base import plugins
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.base.files import read_json, read_toml
+from megatrain.simulator.base.names import short_paths
 from megatrain.simulator.base.units import format_bytes, format_seconds
 from megatrain.simulator.compare.error_table import align, signed_percent
 from megatrain.simulator.schedule.plan import Plan
@@ -103,7 +104,7 @@ def read_runs(folders: Sequence[Path]) -> tuple[RunsCompared, list[NamedRun]]:
         common_step=common,
         settings=_differences(_with_data(folders, [_settings(folder) for folder in folders])),
     )
-    names = _short_names([str(folder) for folder in folders])
+    names = short_paths([str(folder) for folder in folders])
     return compared, [NamedRun(*pair) for pair in zip(names, records, strict=True)]
 
 
@@ -166,9 +167,13 @@ def _settings(folder: Path) -> dict[str, str]:
     plan = Plan.load(folder / "plan.toml").with_files(
         lambda what, file: f"{Path(file).name} {plugins.digest(what, file)}"
     )
-    parts = {"workload": plan.workload, "knobs": plan.knobs}
+    parts = {
+        "workload": plan.workload,
+        "knobs": plan.knobs,
+        "knobs.placement": plan.knobs.placement,
+    }
     flat |= {
-        f"{name}.{key}": str(value)
+        f"{name}.{key}": "-" if value == "" else str(value)  # a field that places no layer
         for name, part in parts.items()
         for key, value in msgspec.to_builtins(part).items()
         if not isinstance(value, dict)
@@ -219,16 +224,6 @@ def _differences(settings: Sequence[dict[str, str]]) -> dict[str, list[str]]:
     keys = dict.fromkeys(key for run in settings for key in run if key not in _LEFT_OUT)
     rows = {key: [run.get(key, "-") for run in settings] for key in keys}
     return {key: values for key, values in rows.items() if len(set(values)) > 1}
-
-
-def _short_names(paths: Sequence[str]) -> list[str]:
-    """Returns the shortest end of each path that no other path has."""
-    parts = [Path(path).absolute().parts for path in paths]
-    for length in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(part[-length:]) for part in parts]
-        if len(set(names)) == len(set(parts)):
-            return names
-    return list(paths)
 
 
 def format_runs(compared: RunsCompared, names: Sequence[str], width: int = 80) -> str:

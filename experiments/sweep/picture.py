@@ -7,7 +7,7 @@ points are labelled with settings that differ between the plans, such as the bat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from itertools import cycle
 from pathlib import Path
 from typing import Literal
@@ -16,12 +16,14 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.legend import Legend
 from matplotlib.transforms import Bbox
 
 from megatrain.experiments.sweep.front import LEAST_GAIN, front
 from megatrain.experiments.sweep.store import SweepRow
 from megatrain.experiments.sweep.table import settings
 from megatrain.simulator.base.files import write_bytes
+from megatrain.simulator.base.names import short_paths
 from megatrain.simulator.plots.canvas import DPI, INK, MUTED, STYLE, file_bytes
 
 # The palette of Okabe and Ito, which colour-blind readers can tell apart.
@@ -40,6 +42,7 @@ _PLACES: tuple[tuple[tuple[int, int], Literal["left", "right"]], ...] = (
 _LABELLED = 30  # with more rows, only points of the front are labelled
 _CLOSE_PIXELS = 50
 _LABEL_KEYS = 3  # most settings in a label
+_LABEL_ROOM = 0.08  # height of a label and its distance from its point, as a share of all points'
 _METADATA: dict[str, dict[str, None]] = {
     "png": {"Software": None},
     "pdf": {"CreationDate": None, "Producer": None, "Creator": None},
@@ -67,13 +70,13 @@ def draw(rows: Sequence[SweepRow], stem: Path, title: str, caption: str) -> list
         )
         axes = figure.subplots()
         few = len(timed) <= _MANY
-        policies = sorted({row.policy for row in timed})
+        policies = _names_of({row.policy for row in timed})
         x, y = points(best)
         label = f"Pareto front, each plan at least {LEAST_GAIN:.0%} faster"
         axes.step(x, y, where="post", color=INK, linewidth=1.1, label=label, zorder=2)
         # Not strict, because the cycles are endless.
-        for place, (policy, colour, mark) in enumerate(
-            zip(policies, cycle(_COLOURS), cycle(_MARKS))
+        for place, ((policy, name), colour, mark) in enumerate(
+            zip(policies.items(), cycle(_COLOURS), cycle(_MARKS))
         ):
             size = 5 * 1.6 ** max(min(len(policies), 3) - 1 - place, 0) if few else 3
             x, y = points([row for row in timed if row.policy == policy])
@@ -87,7 +90,7 @@ def draw(rows: Sequence[SweepRow], stem: Path, title: str, caption: str) -> list
                 alpha=1 if few else 0.35,
                 markeredgewidth=0.6 if few else 0,
                 markeredgecolor="white",
-                label=policy,
+                label=name,
                 rasterized=not few,
                 zorder=3 + 0.1 * place,
             )
@@ -112,7 +115,9 @@ def draw(rows: Sequence[SweepRow], stem: Path, title: str, caption: str) -> list
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_xlim(0, 1.1 * max(points(timed)[0]))
-        axes.set_ylim(bottom=0.87 * min(points(timed)[1]))  # room for a label below the fastest
+        least, most = min(points(timed)[1]), max(points(timed)[1])
+        # Room for a label below the fastest.
+        axes.set_ylim(bottom=least * min(0.87, (least / most) ** _LABEL_ROOM))
         axes.set_xlabel("device memory (GiB)")
         axes.set_ylabel("seconds per step" if one_step else "seconds for a million tokens")
         axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK, pad=22)
@@ -125,17 +130,36 @@ def draw(rows: Sequence[SweepRow], stem: Path, title: str, caption: str) -> list
             fontsize=8.5,
             color=MUTED,
         )
-        entries, names = axes.get_legend_handles_labels()
-        for entry in figure.legend(
-            entries, names, loc="outside lower center", ncols=min(len(names), 5)
-        ).legend_handles:
+        for entry in _legend(figure, axes).legend_handles:
             if entry is not None:
                 entry.set_alpha(1)
         # The fastest plans come first, because there may be no room for all labels.
         shown = [*reversed(best), *(timed if len(timed) <= _LABELLED else ())]
-        figure.draw_without_rendering()
         _label(axes, list(zip(*points(shown), _labels(shown, timed), strict=True)), timed_at)
         return [_save(figure, stem, kind) for kind in ("png", "pdf")]
+
+
+def _names_of(policies: Set[str]) -> dict[str, str]:
+    """Returns policy -> its name in the legend, sorted by policy. The name of a file is the
+    shortest end of its path.
+    """
+    files = sorted(policy for policy in policies if policy.endswith(".py"))
+    short = dict(zip(files, short_paths(files), strict=True))
+    return {policy: short.get(policy, policy) for policy in sorted(policies)}
+
+
+def _legend(figure: Figure, axes: Axes) -> Legend:
+    """Adds a legend with the most columns, of at most five, for which the figure is wide enough.
+    The layout of the figure is final then.
+    """
+    entries, names = axes.get_legend_handles_labels()
+    for columns in range(min(len(names), 5), 0, -1):
+        legend = figure.legend(entries, names, loc="outside lower center", ncols=columns)
+        figure.draw_without_rendering()
+        if columns == 1 or legend.get_window_extent().width <= figure.bbox.width:
+            break
+        legend.remove()
+    return legend
 
 
 def _label(
@@ -151,7 +175,8 @@ def _label(
     """
     taken: list[Bbox] = []
     marks = [Bbox.from_extents(*at, *at).padded(4) for at in axes.transData.transform(points)]
-    inside, named = axes.get_window_extent().padded(10), list[Bbox]()
+    bounds, named = axes.get_window_extent(), list[Bbox]()
+    left, right, bottom = bounds.x0 - 10, bounds.x1 + 10, bounds.y0  # below, it covers the axis
     for x, y, text in dict.fromkeys(labels):
         at = axes.transData.transform((x, y))
         around = Bbox.from_extents(*at, *at).padded(_CLOSE_PIXELS)
@@ -171,7 +196,7 @@ def _label(
             note.set_in_layout(False)
             box = note.get_window_extent()
             free = not any(box.overlaps(other) for other in (*taken, *marks))
-            if free and inside.x0 <= box.x0 and box.x1 <= inside.x1 and inside.y0 <= box.y0:
+            if free and left <= box.x0 and box.x1 <= right and bottom <= box.y0:
                 taken.append(box)
                 named.append(Bbox.from_extents(*at, *at))
                 break

@@ -7,6 +7,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+import msgspec
+
 from megatrain.experiments.sweep.front import LEAST_GAIN, fastest, front
 from megatrain.experiments.sweep.grid import ALIASES, AXES, KNOBS, LIMITS
 from megatrain.experiments.sweep.store import SweepRow
@@ -61,6 +63,35 @@ def point(row: SweepRow, axes: Sequence[str]) -> str:
     """Returns the policy of the row and its values of `axes`, such as `resident, batch 8`."""
     named = [name for name in axes if name != "policy"]
     return ", ".join([row.policy, *(f"{_heading(name)} {_setting(row, name)}" for name in named)])
+
+
+def same_results(rows: Sequence[SweepRow], axes: Sequence[str]) -> list[str]:
+    """Returns the knobs and fields of the placement in `axes` that change no result: simulated
+    plans that differ only in one of them have the same time and memory.
+    """
+    given = [row for row in rows if not row.planned and row.decided_by in ("engine", "evaluator")]
+    return [name for name in axes if name in KNOBS and _changes_nothing(given, name)]
+
+
+def _changes_nothing(rows: Sequence[SweepRow], name: str) -> bool:
+    if not rows or not _varies(rows, name):
+        return False
+    results: dict[object, set[object]] = {}
+    for row in rows:
+        limits = row.device_limit_bytes, row.host_limit_bytes
+        others = row.policy, _without(row.knobs, name), row.workload, limits
+        found = row.step_seconds, row.device_peak_bytes, row.host_peak_bytes
+        results.setdefault(others, set()).add(found)
+    return all(len(found) == 1 for found in results.values())
+
+
+def _without(knobs: Knobs, name: str) -> Knobs:
+    """Returns `knobs` with the default value of the axis `name`."""
+    field = name.removeprefix("placement.")
+    if field == name:
+        return msgspec.structs.replace(knobs, **{name: getattr(Knobs(), name)})
+    placement = msgspec.structs.replace(knobs.placement, **{field: ""})
+    return msgspec.structs.replace(knobs, placement=placement)
 
 
 def settings(row: SweepRow) -> dict[str, str]:

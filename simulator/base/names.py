@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -133,3 +134,13 @@ def suggestion(
     *first, last = similar or [""]
     listed = f"{', '.join(first)} or {last}" if first else last
     return f"did you mean {listed}?" if last else otherwise
+
+
+def short_paths(paths: Sequence[str]) -> list[str]:
+    """Returns the shortest end of each path that no other path has. All have as many parts."""
+    parts = [Path(path).absolute().parts for path in paths]
+    for length in range(1, max(map(len, parts), default=0) + 1):
+        names = ["/".join(part[-length:]) for part in parts]
+        if len(set(names)) == len(set(parts)):
+            return names
+    return list(paths)

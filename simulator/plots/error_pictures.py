@@ -14,7 +14,7 @@ from megatrain.simulator.base.units import format_seconds
 from megatrain.simulator.compare.error_report import ErrorReport, KindError, LaneErrors
 from megatrain.simulator.compare.error_table import signed_percent
 from megatrain.simulator.plots import canvas
-from megatrain.simulator.plots.pictures import KIND_COLOURS, UNKNOWN
+from megatrain.simulator.plots.pictures import KIND_COLOURS, UNKNOWN, time_unit
 
 _PREDICTED, _MEASURED = "#9cc4e6", "#1f5f9e"
 _ROW_INCHES, _NAMES_INCHES, _NUMBERS_INCHES = 0.27, 1.6, 4.6
@@ -145,7 +145,8 @@ def _legend(axes: Axes) -> None:
 
 
 def _seconds(axes: Axes) -> None:
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g} s"))
+    per_ns, unit = time_unit(1e9 * axes.get_xlim()[1])
+    axes.xaxis.set_major_formatter(lambda value, _: f"{1e9 * value * per_ns:g} {unit}")
 
 
 def _tick(percent: float, _: object = None) -> str:

@@ -255,10 +255,24 @@ def test_a_regime_states_what_the_host_updates() -> None:
         assert ablations.streamed(placed).knobs.placement == streams
 
 
+def test_a_folder_without_measurements_is_refused_before_the_simulations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
+) -> None:
+    results = tmp_path / "results"
+    shutil.copytree(stored.RESULTS / "figures", results / "figures")
+    monkeypatch.setattr(rerun, "rerun", lambda *_: pytest.fail("it simulated"))
+    status, _, error = command("figures", "fig5", "--rerun", "--results", results)
+    assert status == 2
+    assert f"{results}: found no h100-h200-short-recompute in it; allowed: a copy of" in error
+
+
 def test_the_command_simulates_stores_and_draws(tmp_path: Path, command: Command) -> None:
     results, out = tmp_path / "results", tmp_path / "out"
+    before = {path: path.read_bytes() for path in (stored.RESULTS / "figures").glob("*.json")}
     status, text, _ = command("figures", "fig4", "--rerun", "--results", results, "--out", out)
     assert status == 0
+    assert before == {path: path.read_bytes() for path in before}
+    assert (results / "h200-x2-depth" / "d28.json").is_file(), "a new folder becomes a copy"
     assert "figure4: simulated in" in text
     assert sorted(path.name for path in (out / "pictures").iterdir()) == [
         "figure4.csv",

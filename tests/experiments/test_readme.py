@@ -91,16 +91,47 @@ def test_the_simulator_s_example_prints_a_verdict(capsys: pytest.CaptureFixture[
     assert report["step_seconds"] == verdict.step_seconds
 
 
+def execute_example(place: int) -> None:
+    """Executes the Python example of the reference that has `place` others before it."""
+    code = [block.text for block in blocks(REFERENCE) if block.language == "python"][place]
+    exec(compile(code, REFERENCE, "exec"), {"__name__": "readme"})
+
+
 def test_the_reference_s_example_predicts_the_time_of_its_plan(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (code,) = [block.text for block in blocks(REFERENCE) if block.language == "python"]
-    exec(compile(code, REFERENCE, "exec"), {"__name__": "readme"})
+    execute_example(0)
     step, timeline = map(float, capsys.readouterr().out.split())
     assert 0.9 * step < timeline < step
     prediction = Plan.load(workplace / "plan.toml").prediction
     assert prediction is not None
     assert prediction.step_seconds == step
+
+
+@pytest.mark.usefixtures("workplace")
+def test_the_reference_s_example_prints_a_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+    execute_example(1)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("schedule ")
+    assert lines[1].startswith("buffer ")
+    assert int(lines[-1]) > 0
+
+
+def test_the_reference_s_example_predicts_other_depths(capsys: pytest.CaptureFixture[str]) -> None:
+    execute_example(2)
+    found = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [row[:2] for row in found[::3]] == [["28", "overlapped"], ["56", "overlapped"]]
+    assert [row[2] for row in found] == ["True"] * 6
+    for shallow, deep in zip(found[:3], found[3:], strict=True):
+        assert 1.6 < float(deep[3]) / float(shallow[3]) < 2.4
+
+
+@pytest.mark.usefixtures("workplace")
+def test_the_reference_s_example_executes_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    execute_example(3)
+    steps = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [number for number, *_ in steps] == ["1", "2", "3"]
+    assert all(float(loss) > 0 for _, loss, _ in steps)
 
 
 def test_every_example_of_python_is_executed() -> None:
@@ -111,7 +142,7 @@ def test_every_example_of_python_is_executed() -> None:
     pages = [
         name(page) for page in PAGES for block in blocks(name(page)) if block.language == "python"
     ]
-    assert pages == ["docs/adding.md"] * 3 + [CLI, REFERENCE, TRAINING]
+    assert pages == ["docs/adding.md"] * 4 + [CLI, *[REFERENCE] * 4, TRAINING]
 
 
 @pytest.mark.parametrize(("page", "line"), COMMANDS)

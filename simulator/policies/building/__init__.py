@@ -3,8 +3,10 @@
 `Builder` turns a sequential program into a schedule. `compute` emits the training step of a decoder
 model, one micro-batch after the other, and asks a `ParameterStore` for the buffers of weights and
 gradients. `SlotCache` keeps layers in weight slots, and `Clipping` emits the ops that clip.
+`contributions` and `layer_state` say how many gradients a layer gets and what its state is.
 """
 
+from megatrain.simulator.model.layer import DTYPE_BYTES
 from megatrain.simulator.policies.building.builder import Builder
 from megatrain.simulator.policies.building.clipping import Clipping
 from megatrain.simulator.policies.building.evaluation import forward_only
@@ -17,16 +19,20 @@ from megatrain.simulator.policies.building.training_step import (
     state,
     update_operands,
 )
+from megatrain.simulator.schedule.arithmetic import contributions, layer_state
 
 __all__ = [
+    "DTYPE_BYTES",
     "Builder",
     "Clipping",
     "SlotCache",
     "ParameterStore",
     "ParameterStorePolicy",
     "compute",
+    "contributions",
     "declare",
     "forward_only",
+    "layer_state",
     "state",
     "update_operands",
 ]

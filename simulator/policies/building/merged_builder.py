@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Unpack
+from collections.abc import Collection, Sequence
+from typing import Any, Unpack
 
 import msgspec
 
 from megatrain.simulator.policies.building.builder import Builder, Traits, checked_dtype
-from megatrain.simulator.schedule import Buffer, BufferDtype, DataClass, Schedule
+from megatrain.simulator.schedule import Buffer, BufferDtype, DataClass, OpId, Schedule
 from megatrain.simulator.schedule.buffer import allocated_bytes
 
 
 class MergedBuilder(Builder):
     """A builder that merges all buffers of a pool into one, except those that PyTorch allocates.
 
-    No ops can be added.
+    Ops have no effect, so a store may also emit them while it is made.
     """
 
     def __init__(self, policy: str) -> None:
@@ -67,6 +67,17 @@ class MergedBuilder(Builder):
         for buffer in buffers:
             self._pool_bytes[buffer.pool] += buffer.allocated
             self._pools.setdefault(buffer.pool, buffer)
+
+    def acquire(self, pool: str) -> str:
+        return f"{pool}:0"
+
+    def release(self, slot: str) -> None:
+        pass
+
+    def op(
+        self, id: OpId, lane: str, reads: Collection[str], writes: Collection[str], **sizes: Any
+    ) -> None:
+        pass
 
     def build(self) -> Schedule:
         merged = [

@@ -17,7 +17,7 @@ each step of this list, and each layer or block in it, before the next one begin
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -60,18 +60,22 @@ class ParameterStore(Protocol):
         """Clips and updates. Called once every gradient of the step has been written."""
 
 
-def state(builder: Builder, plan: Plan, place: str) -> dict[tuple[str, str], str]:
-    """Makes persistent buffers in `place`, `device` or `host`, for the state of every layer.
+def state(
+    builder: Builder, plan: Plan, place: str, on_device: Collection[str] = ()
+) -> dict[tuple[str, str], str]:
+    """Makes persistent buffers for the state of every layer: in `place`, which is `device` or
+    `host`, and for the layers in `on_device` on the device.
 
     Returns their ids by (class of data, layer). The classes are `weights`, `master_low`, `moments`
     and `gradients`, without those that a layer does not have.
     """
     buffers: dict[tuple[str, str], str] = {}
-    for layer in plan.model.stack.values():
-        for name, part in layer_state(plan, layer.name).items():
+    for layer, spec in plan.model.stack.items():
+        side = "device" if layer in on_device else place
+        for name, part in layer_state(plan, layer).items():
             if part.bytes:
-                buffers[name, layer.name] = builder.persistent(
-                    f"{place}.{name}", layer.name, part.whole(layer.elements), name, part.dtype
+                buffers[name, layer] = builder.persistent(
+                    f"{side}.{name}", layer, part.whole(spec.elements), name, part.dtype
                 )
     return buffers
 

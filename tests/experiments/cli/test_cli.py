@@ -379,8 +379,12 @@ def test_from_calibration_to_comparison(command: Any) -> None:
     )
     assert "(57.6 k) fits on machine here with 500 KiB of VRAM" in flat(outcome.out)
 
-    outcome = command("simulate", "new/plans/plan.toml", "--json", "--trace", "new/simulated.json")
+    outcome = command(
+        *("simulate", "new/plans/plan.toml", "--json", "--trace", "new/simulated.json"),
+        *("--picture", "new/simulated.png"),
+    )
     assert (outcome.status, outcome.err) == (0, "")
+    assert Path("new/simulated.png").read_bytes().startswith(b"\x89PNG")
     simulated = only_object(outcome.out)
     assert simulated.keys() >= KEYS
     assert simulated["step_seconds"] == plan.prediction.step_seconds

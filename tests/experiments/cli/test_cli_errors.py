@@ -558,6 +558,12 @@ MISTAKES = {
         "an earlier trace",
         "another file",
     ),
+    "picture over another file": Mistake(
+        ("simulate", "plan.toml", "--picture", "plan.toml"),
+        "not a picture",
+        "an earlier picture",
+        "another file",
+    ),
     "calibrate over no grid": Mistake(
         (*CALIBRATE, "--grid", "4by16"), "'4by16'", "BATCHxSEQUENCE", "--grid 4x1024"
     ),

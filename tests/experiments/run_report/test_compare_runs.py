@@ -17,6 +17,7 @@ from megatrain.experiments.run_report.several_runs import format_runs, read_runs
 from megatrain.runtime.data.summary import DataSummary, data_labels
 from megatrain.simulator.base.files import write_json
 from megatrain.simulator.plots import canvas
+from megatrain.simulator.schedule.plan import Placement, Plan
 
 STORED = Path(__file__).parents[3] / "experiments" / "results" / "h200-qwen2.5-3b"
 
@@ -96,6 +97,19 @@ def test_the_speed_without_padding_is_a_row_of_its_own(runs: Path, tmp_path: Pat
     assert cells(text, "tokens/s without padding") == ["64.0", "60.0", "-6.2 %"]
     for others in ([folders[0]] * 2, [runs / "a" / "run", runs / "b" / "run"]):
         assert "padding" not in format_runs(read_runs(others)[0], ["a", "b"])
+
+
+def test_the_placements_of_the_runs_are_compared(runs: Path, tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in "ab"]
+    for folder, changes in zip(folders, ({"weights": "all"}, {"moments": "0-1"}), strict=True):
+        shutil.copytree(runs / "a" / "run", folder)
+        plan = Plan.load(folder / "plan.toml")
+        knobs = msgspec.structs.replace(plan.knobs, placement=Placement(**changes))
+        msgspec.structs.replace(plan, knobs=knobs).save(folder / "plan.toml")
+    assert read_runs(folders)[0].settings == {
+        "knobs.placement.weights": ["all", "-"],
+        "knobs.placement.moments": ["-", "0-1"],
+    }
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import msgspec
 import pandas as pd
 import pytest
 import torch
+from pages import saved_examples
 
 from megatrain.experiments.cli.options import OneLineParser
 from megatrain.experiments.commands import sweep
@@ -611,8 +612,7 @@ def test_an_impossible_combination_is_a_row_with_the_reason(
     command: Any, workplace: Path, words: str, refused: dict[str, str]
 ) -> None:
     """The other combinations are simulated. A sweep that is continued has both kinds of rows."""
-    lion = re.findall(r"```python\n(.*?)```", ADDING.read_text(), re.DOTALL)[1]
-    (workplace / "lion.py").write_text(lion)
+    (workplace / "lion.py").write_text(saved_examples("docs/adding.md")["lion.py"])
     line = ("sweep", "tiny", "--hardware", "h200", *WORK[:-2], "--policy", "overlapped")
     line = (*line, "--jobs", 1, "--out", "swept", *words.split())
     outcome = command(*line)
@@ -697,10 +697,11 @@ def test_a_sweep_that_is_executed(command: Any, monkeypatch: pytest.MonkeyPatch)
     assert outcome.status == 0, outcome.err
     # Each plan is named before its steps.
     assert re.search(
-        r"^plan 1 of 8: k_buffer, weight_slots 1, batch 1\nours step 1: .*\nours step 2: .*\n"
-        r"ours step 3: .*\nplan 2 of 8: k_buffer, weight_slots 1, batch 64\n"
+        r"^plan 1 of 8: k_buffer, weight_slots 1, batch 1\nk_buffer step 1: .*\n"
+        r"k_buffer step 2: .*\nk_buffer step 3: .*\n"
+        r"plan 2 of 8: k_buffer, weight_slots 1, batch 64\n"
         r"not run: it does not fit, limited by device\.\w+\nplan 3 of 8: k_buffer, weight_slots 2,"
-        r" batch 1\nours step 1: ",
+        r" batch 1\nk_buffer step 1: ",
         outcome.err,
         re.MULTILINE,
     ), outcome.err
@@ -1024,3 +1025,46 @@ def test_an_option_that_one_of_two_grids_uses_is_not_named(command: Any, tmp_pat
     outcome = command(*base, "--batch", "4", "--policy", "k_buffer")
     assert "has no effect" not in outcome.out
     assert sorted(load_sweep(out)["batch"]) == [1, 4]
+
+
+@pytest.mark.usefixtures("workplace")
+def test_a_knob_that_changes_no_result_is_named(command: Any) -> None:
+    """`k_buffer` has no slots for the state, and does not obey the placement of weights."""
+    words: tuple[object, ...] = ("sweep", "tiny", "--hardware", "h200", *WORK, "--jobs", 1)
+    words += ("--over", "state_slots", 1, 2, "--over", "weight_slots", 1, 3)
+    outcome = command(
+        *words, "--over", "weights", "", "0", "--policy", "k_buffer", "--out", "swept"
+    )
+    assert [
+        line.partition(" has no effect")[0]
+        for line in outcome.out.splitlines()
+        if " has no" in line
+    ] == ["state_slots", "placement.weights"]
+    assert (
+        "has no effect"
+        not in command(*words, "--over", "policy", "k_buffer", "overlapped", "--out", "both").out
+    )
+
+
+@pytest.mark.usefixtures("workplace")
+def test_an_interrupted_sweep_says_how_many_plans_it_keeps(
+    command: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row, asked = Simulator.row, list[str]()
+
+    def interrupting(self: Simulator, plan: Plan, key: str) -> SweepRow:
+        asked.append(key)
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        return row(self, plan, key)
+
+    monkeypatch.setattr(Simulator, "row", interrupting)
+    monkeypatch.setattr("megatrain.experiments.sweep.running._TASK", 1)
+    outcome = command(
+        *("sweep", "tiny", "--hardware", "h200", *WORK, "--policy", "k_buffer", "--jobs", 1),
+        *("--over", "weight_slots", 1, 2, 3, 4, "--out", "swept"),
+    )
+    assert outcome.status == 130
+    assert outcome.err == (
+        "megatrain: interrupted; swept/rows.jsonl keeps 2 of 4 plans; the same command continues\n"
+    )

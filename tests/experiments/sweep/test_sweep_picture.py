@@ -145,3 +145,45 @@ def test_the_fastest_plan_is_labelled_with_three_settings(
     ]
     picture.draw(rows, Path("sweep"), "6 plans", "6 fit")
     assert "batch 3, clipping none, state master24" in {note.get_text() for note in notes(drawn[0])}
+
+
+@pytest.mark.parametrize(
+    ("policies", "shown"),
+    [
+        (
+            ("double_buffer", "k_buffer", "overlapped", "resident", "sequential", "zero3_offload"),
+            None,
+        ),
+        (
+            ("mine/first.py", "my/folder/of/policies/second.py", "/tmp/first.py", "resident"),
+            ["tmp/first.py", "mine/first.py", "policies/second.py", "resident"],
+        ),
+    ],
+)
+def test_the_legend_is_in_the_picture_and_has_short_names_of_files(
+    policies: tuple[str, ...],
+    shown: list[str] | None,
+    make_plan: Any,
+    drawn: list[Figure],
+    tmp_path: Path,
+) -> None:
+    plan = make_plan("k_buffer")
+    rows = [row(plan, name, 1, place + 1, 1.0) for place, name in enumerate(policies)]
+    picture.draw(rows, tmp_path / "sweep", "title", "caption")
+    (legend,) = drawn[0].legends
+    assert [text.get_text() for text in legend.get_texts()][1:] == (shown or list(policies))
+    box = legend.get_window_extent()
+    assert drawn[0].bbox.x0 <= box.x0
+    assert box.x1 <= drawn[0].bbox.x1
+
+
+def test_no_label_covers_the_axis(make_plan: Any, drawn: list[Figure], tmp_path: Path) -> None:
+    """Points above the fastest plan leave room for its label only below."""
+    plan = make_plan("k_buffer")
+    rows = [row(plan, "k_buffer", 1, 10, 4000.0), row(plan, "k_buffer", 2, 100, 2 * 200.0)]
+    rows += [row(plan, "k_buffer", 3, at, 3 * 226.0) for at in (94, 97, 103, 106)]
+    picture.draw(rows, tmp_path / "sweep", "title", "caption")
+    (axes,) = drawn[0].axes
+    (label,) = [note for note in notes(drawn[0]) if note.get_text() == "batch 2"]
+    assert label.get_position()[1] < 0
+    assert label.get_window_extent().y0 >= axes.get_window_extent().y0

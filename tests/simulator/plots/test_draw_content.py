@@ -259,6 +259,22 @@ def test_errors_have_no_sign_at_zero_and_a_sentence(drawn: list[Figure], make_pl
     assert len(set(labels)) == len(labels)
 
 
+@pytest.mark.parametrize(("batch", "unit"), [(1, "us"), (2**12, "ms")])
+def test_times_of_errors_have_one_unit(
+    drawn: list[Figure], make_plan: Any, batch: int, unit: str
+) -> None:
+    plan = make_plan(batch=batch)
+    schedule = lower(plan)
+    step = simulate(schedule, cost_model(HardwareSpec.load("h200"), plan.model, plan.workload))
+    report = compare(step, msgspec.structs.replace(step, name="measured"), schedule)
+    errors_png(Path("errors.png"), report, "errors")
+    drawn[0].draw_without_rendering()
+    for axes in drawn[0].axes[1:]:
+        labels = [label.get_text() for label in axes.get_xticklabels()]
+        assert {label.partition(" ")[2] for label in labels} == {unit}
+        assert all(abs(float(label.partition(" ")[0])) < 5000 for label in labels)
+
+
 def test_errors_have_three_panels_with_a_row_for_each_kind_lane_and_part(
     drawn: list[Figure], make_plan: Any
 ) -> None:

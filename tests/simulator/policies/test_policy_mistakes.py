@@ -15,7 +15,15 @@ from megatrain.simulator import policies
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.schedule.plan import Placement, Plan
 
-EXAMPLE = saved_examples("docs/adding.md")["pinned.py"]
+LOWER = """
+    def lower(self, plan):
+        builder = Builder(plan.policy)
+        compute(builder, plan, self.storage(builder, plan))
+        return builder.build()
+"""
+"""What a policy inherits that defines `storage`."""
+EXAMPLE = saved_examples("docs/adding.md")["pinned.py"] + LOWER
+EXAMPLE = EXAMPLE.replace("import Builder\n", "import Builder, compute\n")
 ACQUIRE = 'builder.acquire("device.kept")'
 POOL = '"device.kept", len(layers), size, "weights", dtype'
 RELEASE = "            self.builder.release(slot)\n"
@@ -166,11 +174,11 @@ MISTAKES: dict[str, tuple[tuple[str, str], str]] = {
         r"found SystemExit in lower: 7 \(.*, line \d+\); allowed: a schedule, or a UserError",
     ),
     "an exit of flush_update": (
-        ("    def buffers(", EXITS + "    def buffers("),
+        ("    def storage(", EXITS + "    def storage("),
         "found SystemExit in flush_update: 7 ",
     ),
     "defers_update alone": (
-        ("    def buffers(", DEFERS + "    def buffers("),
+        ("    def storage(", DEFERS + "    def storage("),
         "defers_update is True and flush_update returns no schedule;",
     ),
     "no name": (('    name = "pinned"\n', ""), "pinned.py: name: found no name;"),
@@ -218,8 +226,9 @@ def test_a_policy_that_makes_another_schedule_each_time_is_named(
     number = "        self.made = getattr(self, 'made', 0) + 1\n"
     path.write_text(
         EXAMPLE.replace(
-            "        layers = plan.model.layers\n", f"{number}        layers = 6\n"
-        ).replace("Builder(plan.policy)", "Builder(f'{plan.policy}{self.made}')"),
+            "        builder = Builder(plan.policy)\n",
+            f"{number}        builder = Builder(f'{{plan.policy}}{{self.made}}')\n",
+        ),
         encoding="utf-8",
     )
     plan = planned(make_plan, path)
