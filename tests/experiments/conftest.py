@@ -213,24 +213,6 @@ def remembering(function: Callable[..., Any]) -> Callable[..., Any]:
     return remembered
 
 
-@pytest.fixture
-def fast_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shortens calibration, for tests that do not check its numbers."""
-    from megatrain.runtime.calibration import calibrate, contention, link
-    from megatrain.runtime.calibration import microbenchmarks as rates
-
-    monkeypatch.setattr(calibrate, "_SECONDS", 0.02)
-    monkeypatch.setattr(calibrate, "_HOST_SECONDS", 0.02)
-    monkeypatch.setattr(calibrate, "_COMPUTE_SECONDS", 0.001)
-    monkeypatch.setattr(calibrate, "_WINDOW_SECONDS", 0.02)
-    monkeypatch.setattr(calibrate, "_LEAST_UPDATED", 2**18)
-    monkeypatch.setattr(contention, "_WINDOW_SECONDS", 0.02)
-    monkeypatch.setattr(contention, "_UPDATED", 2**18)
-    monkeypatch.setattr(rates, "_TOUCHED_BYTES", 2**20)
-    monkeypatch.setitem(rates._MATRIX_ROWS, "cpu", 128)
-    monkeypatch.setattr(link, "COPY_SIZES", (2**16, 2**18, 2**20, 2**22))
-
-
 @pytest.fixture(scope="session")
 def files_in() -> Callable[[Path], dict[str, bytes | None]]:
     """Returns a function that maps each path below a folder to its content (None for a folder)."""

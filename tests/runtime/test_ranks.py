@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -111,13 +111,6 @@ FOR_ALL_COUNTS = (
     "tied",
     "experts drawn at random",
 )
-
-
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
-    made = Driver(tmp_path_factory.mktemp("ranks"))
-    yield made
-    made.close()
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ into a file of its own. Other keys of a line:
 * `folders`: the working directory of each rank.
 * `appears_within_s`: how long ranks of other hosts look for a file of rank 0.
 * `timeout_s`: how long ranks wait for each other in a step.
+* `silent_s`: after how long without a new copy of its board a rank of another host does not answer.
 * `window_s`: how long a calibration measures lanes together.
 * `file_bytes`: the largest file that the last rank can write.
 * `hangs_at`: the call of the embedding in which the last rank sleeps for ever.
@@ -41,7 +42,7 @@ from megatrain.experiments.ranks import main
 from megatrain.experiments.run_report import pictures
 from megatrain.runtime.calibration import contention, several_gpus
 from megatrain.runtime.layers.functional_layers import FunctionalLayers
-from megatrain.runtime.ranks import Ranks, joining
+from megatrain.runtime.ranks import Ranks, board_mirror, joining, ranks
 from megatrain.runtime.training import shared_folder, trainer
 
 VERBS = ("train", "calibrate")
@@ -72,6 +73,8 @@ def _rank(rank: int, request: dict[str, Any]) -> int:
         os.chdir(request["folders"][rank])
     shared_folder._WAIT_S = request.get("appears_within_s", shared_folder._WAIT_S)
     joining.TIMEOUT_S = request.get("timeout_s", joining.TIMEOUT_S)
+    if "silent_s" in request:
+        ranks._SILENT_S, board_mirror._EVERY_S = request["silent_s"], request["silent_s"] / 4
     if "window_s" in request:
         contention._WINDOW_SECONDS = several_gpus._BESIDE_SECONDS = request["window_s"]
     if "file_bytes" in request and rank == count - 1:
