@@ -167,16 +167,23 @@ def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
 
 @pytest.fixture
 def with_pictures() -> None:
-    """Switches on the picture of the loss, for tests that look at it."""
+    """Switches on the pictures of commands, for tests that look at them."""
 
 
 @pytest.fixture(autouse=True)
 def without_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Switches off the picture of the loss, which takes longer than a run of a few steps."""
+    """Switches off the pictures of commands, which take longer than a run of a few steps. Those of
+    `compare` and of a sweep are empty files.
+    """
     from megatrain.experiments.run_report import pictures
+    from megatrain.experiments.sweep import picture
+    from megatrain.simulator.base.files import write_bytes
+    from megatrain.simulator.plots import canvas
 
     if "with_pictures" not in request.fixturenames:
         monkeypatch.setattr(pictures, "draw_loss", lambda *_: None)
+        monkeypatch.setattr(canvas, "save", lambda _, path: write_bytes(path, b""))
+        monkeypatch.setattr(picture, "file_bytes", lambda *_, **__: b"")
 
 
 @pytest.fixture

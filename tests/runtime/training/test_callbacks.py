@@ -362,8 +362,9 @@ def test_a_stop_in_an_evaluation_ends_the_training_with_the_evaluated_weights(
                 trainer.stop("enough")
 
     stop = Stop()
-    evaluated = {"evaluation_data": str(place / "corpus"), "evaluation.every_steps": 1}
-    trainer = prepare(place, callbacks=[stop], **evaluated, **saving)
+    evaluated = {"evaluation.every_steps": 1, "over_steps": 1, **saving}
+    held_out = str(place / "corpus")
+    trainer = prepare(place, callbacks=[stop], evaluation_data=held_out, **evaluated)
     fitted = trainer.fit()
     assert (fitted.steps, fitted.stopped) == (2, "enough")
     ends = [("step", 2), ("evaluation", 2), ("save", 2), ("end", None)]
@@ -637,7 +638,8 @@ def test_no_checkpoint_has_a_part_of_an_update(
     plan.save(place / "plan.toml")
     fields = {"saving.every_steps": 3, "keep_last": 1, "steps": 5}
     if reader == "evaluation":
-        fields |= {"evaluation_data": str(place / "corpus"), "evaluation.every_steps": 4}
+        fields |= {"evaluation.every_steps": 4, "over_steps": 1}
+        fields |= {"evaluation_data": str(place / "corpus")}
     prepare(place, "straight", **fields).fit()
     run, flush = Executor._run, []
 
