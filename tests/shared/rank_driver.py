@@ -10,7 +10,7 @@ into a file of its own. Other keys of a line:
 * `appears_within_s`: how long ranks of other hosts look for a file of rank 0.
 * `timeout_s`: how long ranks wait for each other in a step.
 * `silent_s`: after how long without a new copy of its board a rank of another host does not answer.
-* `window_s`: how long a calibration measures lanes together.
+* `window_s`: how long a calibration measures lanes together. Its copies and rounds are then small.
 * `file_bytes`: the largest file that the last rank can write.
 * `hangs_at`: the call of the embedding in which the last rank sleeps for ever.
 * `interrupted_at`: the look for a signal from which on all ranks find one. There are two in a step,
@@ -77,6 +77,8 @@ def _rank(rank: int, request: dict[str, Any]) -> int:
         ranks._SILENT_S, board_mirror._EVERY_S = request["silent_s"], request["silent_s"] / 4
     if "window_s" in request:
         contention._WINDOW_SECONDS = several_gpus._BESIDE_SECONDS = request["window_s"]
+        sizes = several_gpus._SIZES["cpu"]
+        several_gpus._SIZES["cpu"] = sizes._replace(copied=2**20, round=2**18)
     if "file_bytes" in request and rank == count - 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (request["file_bytes"], resource.RLIM_INFINITY))
     if "hangs_at" in request and rank == count - 1:
