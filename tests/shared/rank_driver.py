@@ -17,8 +17,13 @@ into a file of its own. Other keys of a line:
   before and after it.
 * `stops_at`: the call of `Ranks.total` before which the last rank stops itself.
 
-The answer is the process ids of the ranks. An empty line waits for the ranks, and its answer is
-their exit statuses. The status of a rank is the largest of its runs.
+If a line has `torchruns`, it starts as many `torchrun`, one for each host, which fork `per_host`
+ranks. `port` is where they meet, and all ranks execute `words`, a command of `megatrain`.
+
+If a line has `terminal`, a process takes this terminal, and executes `words` in `folder`.
+
+The answer is the process ids of the ranks, or of each `torchrun`. An empty line waits for them, and
+its answer is their exit statuses. The status of a rank is the largest of its runs.
 """
 
 from __future__ import annotations
@@ -36,6 +41,9 @@ import traceback
 from typing import Any
 
 import torch
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from megatrain.experiments.cli import main as cli
 from megatrain.experiments.ranks import main
@@ -121,14 +129,62 @@ def _rank(rank: int, request: dict[str, Any]) -> int:
     return max(statuses)
 
 
+def _megatrain(*words: str) -> None:
+    """Executes a command. Raises RuntimeError if it fails."""
+    if status := cli.main(list(words)):
+        raise RuntimeError(f"status {status}")
+
+
+def _torchrun(host: int, request: dict[str, Any]) -> int:
+    """Does what `torchrun` does on a host, but forks the ranks, and returns its exit status."""
+    os.chdir(request["folder"])
+    handle = os.open(request["out"][host], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    config = LaunchConfig(
+        min_nodes=request["torchruns"],
+        max_nodes=request["torchruns"],
+        nproc_per_node=request["per_host"],
+        run_id=str(request["port"]),
+        rdzv_backend="c10d",
+        rdzv_endpoint=f"127.0.0.1:{request['port']}",
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        start_method="fork",
+        logs_specs=DefaultLogsSpecs(),
+    )
+    try:
+        elastic_launch(config, _megatrain)(*request["words"])
+    except ChildFailedError:
+        return 1
+    return 0
+
+
+def _in_terminal(_: int, request: dict[str, Any]) -> int:
+    os.chdir(request["folder"])
+    os.setsid()
+    handle = os.open(request["terminal"], os.O_RDWR)  # takes it, without O_NOCTTY
+    for standard in range(3):
+        os.dup2(handle, standard)
+    os.close(handle)
+    os.environ["TERM"] = "xterm"
+    pictures.draw_loss = lambda *_: None
+    return cli.main(request["words"])
+
+
 def _start(request: dict[str, Any]) -> list[int]:
+    run, count = _rank, len(request.get("runs", ()))
+    if "torchruns" in request:
+        run, count = _torchrun, request["torchruns"]
+    elif "terminal" in request:
+        run, count = _in_terminal, 1
     processes = []
-    for rank in range(len(request["runs"])):
+    for number in range(count):
         process = os.fork()
         if not process:
             status = 70
             try:
-                status = _rank(rank, request)
+                status = run(number, request)
             finally:
                 if "stops_at" not in request:
                     os._exit(status)
