@@ -65,6 +65,8 @@ def _run(arguments: list[str]) -> int:
     sys.argv = arguments
     try:
         runpy.run_path(first, run_name="__main__")
+    except SystemExit as end:
+        return int(end.code or 0)
     except Exception:
         traceback.print_exc()
         return 1
