@@ -143,7 +143,7 @@ Relation = Callable[[st.DataObject, Case], None]
 
 
 def related(
-    few: int = 4, many: int = 200, **machines: Any
+    few: int = 3, many: int = 200, **machines: Any
 ) -> Callable[[Relation], Callable[..., None]]:
     """Returns a decorator that makes two tests of a relation.
 
