@@ -11,6 +11,7 @@ into a file of its own. Other keys of a line:
 * `timeout_s`: how long ranks wait for each other in a step.
 * `silent_s`: after how long without a new copy of its board a rank of another host does not answer.
 * `window_s`: how long a calibration measures lanes together. Its copies and rounds are then small.
+* `exits`: the processes end by the exit handlers of Python. A lost rank or a terminal needs this.
 * `file_bytes`: the largest file that the last rank can write.
 * `hangs_at`: the call of the embedding in which the last rank sleeps for ever.
 * `interrupted_at`: the look for a signal from which on all ranks find one. There are two in a step,
@@ -188,7 +189,7 @@ def _start(request: dict[str, Any]) -> list[int]:
             try:
                 status = run(number, request)
             finally:
-                if "stops_at" not in request:
+                if not {"exits", "stops_at", "terminal"} & request.keys():
                     os._exit(status)
             sys.exit(status)  # runs the exit handlers of Python
         processes.append(process)

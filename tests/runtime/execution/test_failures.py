@@ -473,7 +473,7 @@ def test_ctrl_c_from_the_system_ends_the_lanes_and_unregisters_memory(
     """
     executable("overlapped").save(tmp_path / "plan.toml")
     (tmp_path / "program.py").write_text(PROGRAM)
-    driver.start([[[str(tmp_path / "program.py"), str(tmp_path / "plan.toml")]]])
+    driver.start([[[str(tmp_path / "program.py"), str(tmp_path / "plan.toml")]]], exits=True)
     assert driver.wait() == [130], driver.printed(0)
     facts = json.loads(driver.printed(0))
     assert facts["registered before"] > 0
