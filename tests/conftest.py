@@ -12,12 +12,13 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
+from started_ranks import Driver
 
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
@@ -65,6 +66,13 @@ def pytest_collection_finish() -> None:
     """
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def earlier_objects_stay() -> None:
+    """Does the same before each file of tests, with all that earlier files have imported."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -152,6 +160,14 @@ def make_plan() -> Callable[..., Plan]:
     return small_plan
 
 
+@pytest.fixture(scope="session")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
+    """Starts the ranks of plans for several GPUs from one process, which imports PyTorch once."""
+    made = Driver(tmp_path_factory.mktemp("ranks"))
+    yield made
+    made.close()
+
+
 @pytest.fixture(autouse=True)
 def nothing_known() -> None:
     """Forgets the cost models and the plans of earlier tests. What a test replaces would otherwise
@@ -176,3 +192,21 @@ def without_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
         self.library_bytes = 0
 
     monkeypatch.setattr(datasheet, "__init__", without)
+
+
+@pytest.fixture
+def fast_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shortens calibration, for tests that do not check its numbers."""
+    from megatrain.runtime.calibration import calibrate, contention, link
+    from megatrain.runtime.calibration import microbenchmarks as rates
+
+    monkeypatch.setattr(calibrate, "_SECONDS", 0.02)
+    monkeypatch.setattr(calibrate, "_HOST_SECONDS", 0.02)
+    monkeypatch.setattr(calibrate, "_COMPUTE_SECONDS", 0.001)
+    monkeypatch.setattr(calibrate, "_WINDOW_SECONDS", 0.02)
+    monkeypatch.setattr(calibrate, "_LEAST_UPDATED", 2**18)
+    monkeypatch.setattr(contention, "_WINDOW_SECONDS", 0.02)
+    monkeypatch.setattr(contention, "_UPDATED", 2**18)
+    monkeypatch.setattr(rates, "_TOUCHED_BYTES", 2**20)
+    monkeypatch.setitem(rates._MATRIX_ROWS, "cpu", 128)
+    monkeypatch.setattr(link, "COPY_SIZES", (2**16, 2**18, 2**20, 2**22))

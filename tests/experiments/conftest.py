@@ -167,16 +167,23 @@ def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
 
 @pytest.fixture
 def with_pictures() -> None:
-    """Switches on the picture of the loss, for tests that look at it."""
+    """Switches on the pictures of commands, for tests that look at them."""
 
 
 @pytest.fixture(autouse=True)
 def without_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Switches off the picture of the loss, which takes longer than a run of a few steps."""
+    """Switches off the pictures of commands, which take longer than a run of a few steps. Those of
+    `compare` and of a sweep are empty files.
+    """
     from megatrain.experiments.run_report import pictures
+    from megatrain.experiments.sweep import picture
+    from megatrain.simulator.base.files import write_bytes
+    from megatrain.simulator.plots import canvas
 
     if "with_pictures" not in request.fixturenames:
         monkeypatch.setattr(pictures, "draw_loss", lambda *_: None)
+        monkeypatch.setattr(canvas, "save", lambda _, path: write_bytes(path, b""))
+        monkeypatch.setattr(picture, "file_bytes", lambda *_, **__: b"")
 
 
 @pytest.fixture
@@ -211,24 +218,6 @@ def remembering(function: Callable[..., Any]) -> Callable[..., Any]:
         return known[key]
 
     return remembered
-
-
-@pytest.fixture
-def fast_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shortens calibration, for tests that do not check its numbers."""
-    from megatrain.runtime.calibration import calibrate, contention, link
-    from megatrain.runtime.calibration import microbenchmarks as rates
-
-    monkeypatch.setattr(calibrate, "_SECONDS", 0.02)
-    monkeypatch.setattr(calibrate, "_HOST_SECONDS", 0.02)
-    monkeypatch.setattr(calibrate, "_COMPUTE_SECONDS", 0.001)
-    monkeypatch.setattr(calibrate, "_WINDOW_SECONDS", 0.02)
-    monkeypatch.setattr(calibrate, "_LEAST_UPDATED", 2**18)
-    monkeypatch.setattr(contention, "_WINDOW_SECONDS", 0.02)
-    monkeypatch.setattr(contention, "_UPDATED", 2**18)
-    monkeypatch.setattr(rates, "_TOUCHED_BYTES", 2**20)
-    monkeypatch.setitem(rates._MATRIX_ROWS, "cpu", 128)
-    monkeypatch.setattr(link, "COPY_SIZES", (2**16, 2**18, 2**20, 2**22))
 
 
 @pytest.fixture(scope="session")

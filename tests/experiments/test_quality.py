@@ -98,6 +98,7 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> type[_Process]:
     return _Process
 
 
+@pytest.mark.usefixtures("with_pictures")
 def test_whole_command_is_interrupted_continued_and_shown(
     tmp_path: Path, sources: Path, processes: type[_Process], capsys: pytest.CaptureFixture[str]
 ) -> None:

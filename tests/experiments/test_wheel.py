@@ -87,6 +87,7 @@ def test_the_wheel_has_only_the_files_that_are_needed(installed: Installed) -> N
     }
     own = {"megatrain/__init__.py", "megatrain/__main__.py"}
     assert {name for name in names if name.endswith(".py")} == code | own
+    assert {f"{package}/py.typed" for package in ("megatrain", *FOLDERS.values())} <= names
     results = ROOT / "experiments" / "results"
     read = {
         f"megatrain/experiments/results/{path.relative_to(results).as_posix()}"
@@ -147,6 +148,7 @@ follow_imports_for_stubs = True
 """
 
 
+@pytest.mark.nightly
 def test_a_script_is_checked_against_the_installed_types(
     installed: Installed, tmp_path: Path
 ) -> None:

@@ -2,8 +2,8 @@
 
 The commands are real processes but start fast. A line is {"words": [...], "folder": ...,
 "log": ..., "at": [[FUNCTION, CALL, SIGNAL], ...], "ignores": [SIGNAL, ...]}. The answer is the
-process id of the command. An empty line waits for that command, and its answer is the exit status
-as in `subprocess`.
+process id of the command. A line with this number waits for that command, and its answer is the
+exit status as in `subprocess`.
 
 `at` has signals that the command sends to itself, each right before a call of FUNCTION. FUNCTION is
 given as MODULE:NAME, and CALL is the number of the call, counted from 1.
@@ -104,16 +104,16 @@ def main() -> None:
     torch.set_num_threads(1)
     _warm_up()
     gc.freeze()  # otherwise a collection in a child copies the memory of all imported modules
-    child = 0
     _say("ready")
     for line in sys.stdin:
-        if line.strip():
+        given = json.loads(line)
+        if isinstance(given, int):
+            _say(os.waitstatus_to_exitcode(os.waitpid(given, 0)[1]))
+        else:
             child = os.fork()
             if child == 0:
-                command(**json.loads(line))
+                command(**given)
             _say(child)
-        else:
-            _say(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 if __name__ == "__main__":

@@ -74,13 +74,13 @@ class Running:
             signal.pidfd_send_signal(self._handle, number)
 
     def wait(self) -> Ended:
-        status = int(self._driver.ask(""))
+        status = int(self._driver.ask(str(self.pid)))
         os.close(self._handle)
         return Ended(status, self._log.read_text(errors="replace"))
 
 
 class Driver:
-    """Starts commands, one after the other, with `command_driver.py`."""
+    """Starts commands with `command_driver.py`."""
 
     def __init__(self) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "1000"}
@@ -137,14 +137,6 @@ def driver() -> Iterator[Driver]:
     made = Driver()
     yield made
     made.close()
-
-
-@pytest.fixture(scope="session")
-def drivers(driver: Driver) -> Iterator[tuple[Driver, Driver]]:
-    """Yields two drivers, for tests with two commands at a time."""
-    other = Driver()
-    yield driver, other
-    other.close()
 
 
 def _makers() -> ModuleType:

@@ -34,10 +34,10 @@ NEW = (
     ids=["out", "resume"],
 )
 def test_a_second_run_in_the_same_folder_is_refused_by_the_name_of_the_first(
-    drivers: Any, workplace: Path, second: Any, leftovers: Any
+    driver: Any, workplace: Path, second: Any, leftovers: Any
 ) -> None:
     """The error message names the process of the first run, which is stopped before step 2."""
-    first = drivers[0].start(
+    first = driver.start(
         workplace,
         *NEW,
         "--out",
@@ -46,7 +46,7 @@ def test_a_second_run_in_the_same_folder_is_refused_by_the_name_of_the_first(
     )
     try:
         _until_stopped(first.pid)
-        refused = drivers[1].run(workplace, *second)
+        refused = driver.run(workplace, *second)
     finally:
         first.send(signal.SIGCONT)
     assert first.wait().status == 0
@@ -70,12 +70,12 @@ def test_a_second_run_in_the_same_folder_is_refused_by_the_name_of_the_first(
     ],
 )
 def test_the_folder_is_locked_before_anything_is_read(
-    drivers: Any, workplace: Path, before: str
+    driver: Any, workplace: Path, before: str
 ) -> None:
-    first = drivers[0].start(workplace, *NEW, "--out", "run", at=(before, 1, "SIGSTOP"))
+    first = driver.start(workplace, *NEW, "--out", "run", at=(before, 1, "SIGSTOP"))
     try:
         _until_stopped(first.pid)
-        refused = drivers[1].run(workplace, *NEW, "--out", "run")
+        refused = driver.run(workplace, *NEW, "--out", "run")
     finally:
         first.send(signal.SIGCONT)
     assert f"found a run in use by process {first.pid} on " in refused.refusal

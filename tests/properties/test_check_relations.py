@@ -143,7 +143,7 @@ Relation = Callable[[st.DataObject, Case], None]
 
 
 def related(
-    few: int = 4, many: int = 200, **machines: Any
+    few: int = 3, many: int = 200, **machines: Any
 ) -> Callable[[Relation], Callable[..., None]]:
     """Returns a decorator that makes two tests of a relation.
 
@@ -360,6 +360,7 @@ def test_more_of_anything_is_seldom_slower(
             ),
             "link",
             id="least-whole-layers",
+            marks=pytest.mark.nightly,
         ),
         # A second search was skipped because it began with a plan that was slower than the end of
         # the first one: 4.2 % slower.
@@ -538,6 +539,7 @@ def test_more_device_memory_is_no_slower_where_the_host_updates_fast() -> None:
             15.59,
             16.59,
             id="saved-activations-for-all-state",
+            marks=pytest.mark.nightly,
         ),
         # Offloading the layer inputs gained nothing alone, only with the layer that then could save
         # its activations: 0.7 % slower.
@@ -573,6 +575,7 @@ def test_more_device_memory_is_no_slower_where_the_host_updates_fast() -> None:
             13.87,
             14.37,
             id="saved-activations-for-whole-layers",
+            marks=pytest.mark.nightly,
         ),
         # Plans without host updates seemed to take longer, because the contention of the first and
         # the last micro-batch was added for the second, too: 2.1 % slower.
@@ -615,6 +618,7 @@ def test_more_device_memory_is_no_slower_where_the_host_updates_fast() -> None:
             18.875,
             19.375,
             id="larger-copies-wait-less",
+            marks=pytest.mark.nightly,
         ),
         # Host updates of every second layer were tried only where the device held all weights, so
         # that none was streamed: 0.7 % slower.
@@ -692,6 +696,7 @@ def test_more_device_memory_is_no_slower_where_the_host_updates_fast() -> None:
             13.52416,
             14.52416,
             id="larger-copies-of-four-micro-batches",
+            marks=pytest.mark.nightly,
         ),
         # Of plans with whole layers on the device, the one with the most layers was left out: 2.1 %
         # slower, and 8.5 % slower than the plan that is found now.

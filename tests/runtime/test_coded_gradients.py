@@ -273,8 +273,8 @@ def test_coded_gradients_are_suggested_where_exact_ones_do_not_fit(
 ) -> None:
     for name in ("alternatives", "Adviser._more_memory"):
         monkeypatch.setattr(f"{advice.__name__}.{name}", lambda *_, **__: [])
-    model, work = ModelSpec.load("qwen2.5-7b"), Workload(batch=1, sequence=1024)
-    limits = {"device_limit": 16 * 2**30, "host_limit": 84 * 2**30}
+    model, work = ModelSpec.load("qwen2.5-7b").with_layers(6), Workload(batch=1, sequence=1024)
+    limits = {"device_limit": 8 * 2**30, "host_limit": 27 * 2**30}
     verdict = judge(model, HardwareSpec.load("h200"), work, policies=["overlapped"], **limits)
     assert not verdict.feasible
     (entry,) = [entry for entry in verdict.advice if "gradients" in entry.options]

@@ -122,7 +122,7 @@ PIECED = tuple(family for family in ROUTED if not model_of(family).pieces_obstac
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [
-        *((family, "fp32") for family in FAMILIES),
+        *others_nightly(FAMILIES, "fp32"),
         # The test of saved models trains the sample in bf16.
         *others_nightly(FAMILIES, "bf16", among=("llama", "gpt_oss")),
     ],
@@ -435,9 +435,8 @@ def test_a_padded_vocabulary_gives_the_same_head(
         torch.testing.assert_close(got.float(), want.float(), rtol=0.02, atol=0.02 * most)
 
 
+@pytest.mark.usefixtures("fast_calibration")
 def test_each_kind_of_layer_is_calibrated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration, "_SECONDS", 0.0)
-    monkeypatch.setattr(calibration, "_HOST_SECONDS", 0.0)
     monkeypatch.setattr(calibration, "_STEPS", 2)
     copies = {kind: [(2**16, 1000), (2**20, 16_000)] for kind in ("load_weights", "save_gradients")}
     monkeypatch.setattr(

@@ -227,11 +227,10 @@ def test_the_trial_finds_no_difference_here(scaling: Scaling) -> None:
     fp8_linear.refuse_fp8(preflight_of, torch.device("cpu"))
 
 
+@pytest.mark.usefixtures("fast_calibration")
 def test_a_calibration_measures_layers_and_products_in_fp8(
     monkeypatch: pytest.MonkeyPatch, make_model: Callable[..., Any]
 ) -> None:
-    for name in ("_SECONDS", "_HOST_SECONDS"):
-        monkeypatch.setattr(calibrate, name, 0.0)
     monkeypatch.setattr(calibrate, "_STEPS", 2)
     monkeypatch.setitem(microbenchmarks._MATRIX_ROWS, "cpu", 64)
     copies = {kind: [(2**16, 1000), (2**20, 16_000)] for kind in ("load_weights", "save_gradients")}

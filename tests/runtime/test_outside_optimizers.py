@@ -96,10 +96,10 @@ def write(tmp_path: Path) -> Write:
     ("moments", "dtype", "clipping"),
     [
         (0, "bf16", "global"),
-        (0, "fp32", "layer"),
+        pytest.param(0, "fp32", "layer", marks=pytest.mark.nightly),
         (1, "bf16", "layer"),
-        (1, "fp32", "global"),
-        (2, "bf16", "global"),
+        pytest.param(1, "fp32", "global", marks=pytest.mark.nightly),
+        pytest.param(2, "bf16", "global", marks=pytest.mark.nightly),
         (2, "fp32", "none"),
     ],
 )

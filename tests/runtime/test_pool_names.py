@@ -25,8 +25,8 @@ CASES = [
     *((policy, {}) for policy in policies.names()),
     ("k_buffer", {"accumulation": 2, "clipping": "update"}),
     ("overlapped", {"placement": MIXED, "accumulation": 2}),
-    ("overlapped", {"placement": MIXED, "tied": True}),
-    ("overlapped", {"clipping": "update", "tied": True}),
+    pytest.param("overlapped", {"placement": MIXED, "tied": True}, marks=pytest.mark.nightly),
+    pytest.param("overlapped", {"clipping": "update", "tied": True}, marks=pytest.mark.nightly),
     ("overlapped", {"clipping": "layer", "accumulation": 2, "dtype": "fp32"}),
     ("overlapped", {"clipping": "adagc"}),
 ]

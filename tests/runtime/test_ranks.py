@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -113,11 +113,8 @@ FOR_ALL_COUNTS = (
 )
 
 
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
-    made = Driver(tmp_path_factory.mktemp("ranks"))
-    yield made
-    made.close()
+WITH_SEVERAL_HOSTS = ("in their order", "one group a rank")
+"""Cases that the normal tests run with a rank on each of two hosts."""
 
 
 @pytest.fixture
@@ -143,12 +140,23 @@ def results(text: str) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    ("count", "names"),
+    [
+        (2, [name for name in CASES if name not in WITH_SEVERAL_HOSTS]),
+        pytest.param(2, WITH_SEVERAL_HOSTS, marks=pytest.mark.nightly),
+        pytest.param(4, FOR_ALL_COUNTS, marks=pytest.mark.nightly),
+    ],
+    ids=["2", "2-others", "4"],
+)
 def test_ranks_give_the_bits_of_one_gpu(
-    driver: Driver, saved_plan: Callable[..., str], capsys: pytest.CaptureFixture[str], count: int
+    driver: Driver,
+    saved_plan: Callable[..., str],
+    capsys: pytest.CaptureFixture[str],
+    count: int,
+    names: Sequence[str],
 ) -> None:
     """Losses, norms and masters of three steps have the same bits with any number of ranks."""
-    names = CASES if count == 2 else FOR_ALL_COUNTS
     plans = [saved_plan(f"{count}-{name}", gpus=count, **CASES[name]) for name in names]
     driver.start([[[plan] for plan in plans]] * count)
     for name in names:
@@ -171,7 +179,7 @@ def test_ranks_of_several_hosts_give_the_bits_of_one_gpu(
     hosts: int,
 ) -> None:
     """The ranks of all hosts are on this machine. They only know each other by the network."""
-    names = ("in their order", "one group a rank" if count == 2 else "groups in pieces")
+    names = WITH_SEVERAL_HOSTS if count == 2 else ("in their order", "groups in pieces")
     cases = {**CASES, "groups in pieces": {**CASES["one group a rank"], "accumulation": 8}}
     plans = [saved_plan(f"{name}-hosts", gpus=count, hosts=hosts, **cases[name]) for name in names]
     driver.start([[[plan] for plan in plans]] * count)

@@ -56,8 +56,25 @@ class Driver:
         request = {"runs": runs, "ports": ports, "out": out, **more}
         return self._ask(json.dumps(request))
 
+    def torchruns(self, folder: Path, hosts: int, per_host: int, *words: str) -> list[int]:
+        """Starts a `torchrun` of `megatrain WORDS` for each host, and returns the process ids."""
+        self._runs += 1
+        self._out = [self._folder / f"{self._runs}.host-{host}" for host in range(hosts)]
+        with socket.socket() as held:
+            held.bind(("127.0.0.1", 0))
+            port = held.getsockname()[1]
+        request = {"torchruns": hosts, "per_host": per_host, "words": words, "port": port}
+        out = [str(path) for path in self._out]
+        return self._ask(json.dumps({**request, "folder": str(folder), "out": out}))
+
+    def in_terminal(self, folder: Path, terminal: str, *words: str) -> int:
+        """Starts `megatrain WORDS` as a process that takes `terminal`. Returns its process id."""
+        request = {"terminal": terminal, "words": words, "folder": str(folder)}
+        (process,) = self._ask(json.dumps(request))
+        return process
+
     def printed(self, rank: int) -> str:
-        """Returns what a rank has printed so far."""
+        """Returns what a rank has printed so far, or all ranks of a `torchrun`."""
         return self._out[rank].read_text() if self._out[rank].exists() else ""
 
     def wait(self) -> list[int]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from short_model import shortened
 
 from megatrain.experiments.cli import options
 from megatrain.experiments.cli.verdict import from_options
@@ -66,7 +67,8 @@ def test_a_run_is_planned_trained_stopped_resumed_and_exported(
 
 
 def test_a_verdict_names_a_format_that_is_not_exact(command: Command) -> None:
-    words = ("check", "qwen2.5-7b", "--hardware", "rtx4090", "--host-memory", "64GiB")
+    words = ("check", shortened("qwen2.5-7b", 6), "--hardware", "rtx4090")
+    words = (*words, "--device-memory", "8GiB", "--host-memory", "21GiB")
     outcome = command(*words, "--batch", 1)
     assert outcome.status == 3
     assert "master weights" not in outcome.out

@@ -122,7 +122,7 @@ def test_a_run_is_planned_trained_stopped_resumed_and_exported(command: Command)
     assert models[0] == models[1]
 
 
-@pytest.mark.usefixtures("searched_once")
+@pytest.mark.usefixtures("searched_once", "without_advice")
 def test_pieces_are_not_chosen_if_one_sequence_fits_as_fast_without(command: Command) -> None:
     short, long, named = (
         json.loads(good(command(*LONG, "--json", "--seq", *words)))
@@ -324,6 +324,7 @@ def test_groups_of_heads_are_planned_and_not_calibrated(command: Command) -> Non
     assert "--head-groups: found 2" in outcome.err
 
 
+@pytest.mark.usefixtures("without_advice")
 @pytest.mark.parametrize("machine", ["gh200-96", "dgx-spark"])
 def test_the_longest_context_of_a_short_row_counts_pieces(command: Any, machine: str) -> None:
     """Regression test: a limit was named above which `check --seq` says YES, because pieces were

@@ -133,6 +133,7 @@ def test_the_stored_table_is_that_of_the_stored_rows() -> None:
     assert (STORED / "table.md").read_text() == markdown(read_rows(STORED / "rows.jsonl"))
 
 
+@pytest.mark.usefixtures("with_pictures")
 def test_tables_and_picture_need_the_rows_alone(
     rows: list[HeldoutRow], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -157,6 +158,7 @@ def test_tables_and_picture_need_the_rows_alone(
     assert (tmp_path / "errors.png").read_bytes() == picture, "the same rows give the same bytes"
 
 
+@pytest.mark.usefixtures("with_pictures")
 @pytest.mark.parametrize(
     ("more", "taller"),
     [({"same_as": "another"}, False), ({"failure": "no room"}, False), ({"same_as": ""}, True)],

@@ -146,6 +146,7 @@ def test_a_policy_whose_order_depends_on_the_tokens_is_lowered_for_each_batch(
         )
 
 
+@pytest.mark.usefixtures("with_pictures")
 def test_existing_rows_are_not_computed_again(
     command: Any, workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,7 +48,34 @@ def place(
     return workplace
 
 
-@pytest.mark.usefixtures("fast_calibration")
+@pytest.fixture(scope="module")
+def calibrations() -> dict[str, HardwareSpec]:
+    """The calibrations that were made for `calibrated_once`."""
+    return {}
+
+
+@pytest.fixture
+def calibrated_once(
+    fast_calibration: None,  # noqa: ARG001
+    monkeypatch: pytest.MonkeyPatch,
+    calibrations: dict[str, HardwareSpec],
+) -> None:
+    """Measures the machine once for each model and workload of these tests."""
+    from megatrain.experiments.cli.training import calibration_cache
+
+    measure = calibration_cache.calibrate
+
+    def calibrate(*args: Any, device_bytes: int | None, **given: Any) -> HardwareSpec:
+        key = repr((args, given["grid"]))
+        if key not in calibrations:
+            calibrations[key] = measure(*args, device_bytes=None, **given)
+        found = calibrations[key]
+        return msgspec.structs.replace(found, device_bytes=device_bytes or found.device_bytes)
+
+    monkeypatch.setattr(calibration_cache, "calibrate", calibrate)
+
+
+@pytest.mark.usefixtures("calibrated_once")
 def test_a_model_and_data_give_a_trained_model(
     place: Path, tmp_path: Path, command: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,7 +141,7 @@ def test_tokens_a_step_are_rounded_aloud_to_a_sequence_that_was_chosen(command: 
     assert Plan.load(Path("run/plan.toml")).workload.step_tokens == 128
 
 
-@pytest.mark.usefixtures("place", "fast_calibration")
+@pytest.mark.usefixtures("place", "calibrated_once")
 def test_a_plan_for_another_machine_is_said_before_the_first_step(command: Any) -> None:
     said = "warning: the plan is for another machine, H200; speed and memory may differ here, on "
     steps = ("--policy", "sequential", "--steps", 1, "--no-export")
@@ -497,7 +524,7 @@ def test_plans_use_the_device_memory_that_is_free_now(
     assert prepare.with_free_memory(measured, torch.device("cpu")) == measured
 
 
-@pytest.mark.usefixtures("place", "fast_calibration")
+@pytest.mark.usefixtures("place", "calibrated_once")
 @pytest.mark.parametrize(
     ("options", "asked"),
     [((), True), (("--device-memory", "1GiB"), False), (HARDWARE, False)],

@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 from fake_hub import FIRST, SECOND, FakeHub, jsonl
+from started_ranks import Driver
 
 from megatrain.runtime.checkpoint.checkpoint import CheckpointError
 from megatrain.runtime.checkpoint.folder import Checkpoints
@@ -587,41 +588,29 @@ def test_a_run_saves_on_a_signal_and_can_be_resumed(command: Command) -> None:
     assert_as_if_never_stopped(command, words, last + 3)
 
 
-def in_terminal(words: tuple[object, ...], ready: Callable[[], bool]) -> int:
-    """Runs `megatrain WORDS` in a terminal, which is closed when `ready` holds. Returns the status
-    of the process.
-    """
+@pytest.mark.usefixtures("workplace")
+def test_a_run_whose_terminal_is_closed_saves_and_can_be_resumed(
+    command: Command, driver: Driver
+) -> None:
+    words = (*NEW[:-2], "--save-every", 0)
     ours, theirs = os.openpty()
-    takes_it = "import fcntl, termios\nfcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
-    process = subprocess.Popen(
-        [sys.executable, "-c", takes_it + PROGRAM, *map(str, words)],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm"},
-        start_new_session=True,
+    process = driver.in_terminal(
+        Path.cwd(), os.ttyname(theirs), *map(str, (*words, "--steps", 10**6, "--out", "run"))
     )
     try:
         os.close(theirs)
         os.set_blocking(ours, False)
         deadline, shown = time.monotonic() + 60, b""
-        while not ready():
-            with contextlib.suppress(BlockingIOError):
+        while lines("run") < 5:
+            with contextlib.suppress(OSError):  # nothing to read, or not yet taken
                 shown += os.read(ours, 2**16)  # a full terminal would block the training
-            assert process.poll() is None, shown.decode()
             assert time.monotonic() < deadline, shown.decode()
             time.sleep(0.002)
         os.close(ours)
-        return process.wait(timeout=30)
+        assert driver.wait() == [129]
     finally:
-        process.kill()
-
-
-@pytest.mark.usefixtures("workplace")
-def test_a_run_whose_terminal_is_closed_saves_and_can_be_resumed(command: Command) -> None:
-    words = (*NEW[:-2], "--save-every", 0)
-    status = in_terminal((*words, "--steps", 10**6, "--out", "run"), lambda: lines("run") >= 5)
-    assert status == 129
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
     last = rows("run")[-1]["step"]
     assert saved("run") == [last]
     assert_as_if_never_stopped(command, words, last + 3)

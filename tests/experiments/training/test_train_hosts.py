@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from started_ranks import Agents
+from started_ranks import Agents, Driver
 
 from megatrain.experiments.cli import main as cli
 from megatrain.runtime.checkpoint.checkpoint import verify
@@ -62,19 +62,35 @@ def metrics(run: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "per_host"), [("2x1", 1), pytest.param("2x2", 2, marks=pytest.mark.nightly)]
+    ("name", "per_host", "forked"),
+    [
+        ("2x1", 1, True),
+        pytest.param("2x1", 1, False, marks=pytest.mark.nightly),
+        pytest.param("2x2", 2, False, marks=pytest.mark.nightly),
+    ],
 )
 def test_two_hosts_are_one_run_that_one_process_resumes(
-    plans: Path, name: str, per_host: int
+    plans: Path, driver: Driver, name: str, per_host: int, forked: bool
 ) -> None:
-    """Losses, norms and the exported model have the same bits as those of one process."""
-    words = (f"{name}.toml", "--out", "two", *WORDS, "--steps", "4")
+    """Losses, norms and the exported model have the same bits as those of one process.
+
+    The normal test forks each `torchrun` and its ranks, which saves the imports of PyTorch.
+    """
+    words = ("train", f"{name}.toml", "--out", "two", *WORDS, "--steps", "4")
     with Agents(plans, 2, per_host) as agents:
-        agents.start("megatrain", "train", *words)
+        if forked:
+            driver.torchruns(plans, 2, per_host, *words)
+        else:
+            agents.start("megatrain", *words)
         assert cli.main(["train", "1.toml", "--out", "alone", *WORDS, "--steps", "4"]) == 0
-        assert agents.wait(120) == [0, 0], agents.printed()
+        if forked:
+            statuses = driver.wait()
+            printed = (driver.printed(0) + driver.printed(1)).splitlines()
+        else:
+            statuses, printed = agents.wait(120), agents.printed()
+        assert statuses == [0, 0], printed
         assert not agents.left()
-        assert sum("step 4/4" in line for line in agents.printed()) == 1, "rank 0 alone reports"
+        assert sum("step 4/4" in line for line in printed) == 1, "rank 0 alone reports"
     shutil.copytree("two", "to-one")
     assert cli.main(["train", "1.toml", "--resume", "to-one", "--from-step", "2"]) == 0
     expected = metrics("alone")

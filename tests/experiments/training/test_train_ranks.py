@@ -11,7 +11,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,6 @@ WORDS = (
     *("--save-every", "2", "--keep-last", "9"),
 )
 EVALUATED = ("--evaluation-data", "corpus", "--evaluate-every", "2", "--evaluate-over", "2")
-
-
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
-    made = Driver(tmp_path_factory.mktemp("ranks"))
-    yield made
-    made.close()
 
 
 @pytest.fixture
@@ -310,7 +303,7 @@ def test_a_killed_rank_of_the_other_host_is_named(driver: Driver, name: str, cou
 
     With one rank on each host, no process of its host can say that it has ended.
     """
-    processes, last = begun(driver, name, count), count - 1
+    processes, last = begun(driver, name, count, silent_s=1.0), count - 1
     os.kill(processes[last], signal.SIGKILL)
     assert driver.wait() == [*[1] * last, -signal.SIGKILL]
     for rank in range(last):
@@ -323,7 +316,7 @@ def test_a_killed_rank_of_the_other_host_is_named(driver: Driver, name: str, cou
 @pytest.mark.nightly
 @pytest.mark.usefixtures("plans")
 def test_a_stopped_rank_of_the_other_host_is_named(driver: Driver) -> None:
-    processes = begun(driver, "2x1", 2, timeout_s=2)
+    processes = begun(driver, "2x1", 2, timeout_s=2, silent_s=1.0)
     os.kill(processes[1], signal.SIGSTOP)
     wait_for_the_end(processes[0])
     os.kill(processes[1], signal.SIGKILL)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -34,13 +33,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     costs = msgspec.structs.replace(one.costs, measured_on=name)
     write_hardware(made / "one.toml", msgspec.structs.replace(one, costs=costs), "test")
     return made
-
-
-@pytest.fixture(scope="module")
-def driver(folder: Path) -> Iterator[Driver]:
-    made = Driver(folder)
-    yield made
-    made.close()
 
 
 def calibrate(driver: Driver, folder: Path, *words: list[str]) -> list[int]:

@@ -49,9 +49,9 @@ PLANS: dict[str, tuple[str, dict[str, Any]]] = {
     "workload",
     [
         {},
-        {"clipping": "none"},
+        pytest.param({"clipping": "none"}, marks=pytest.mark.nightly),
         {"dtype": "fp32", "accumulation": 2},
-        {"state": "master24"},
+        pytest.param({"state": "master24"}, marks=pytest.mark.nightly),
         {"state": "bf16-sr", "clipping": "update"},
         {"clipping": "adagc"},
     ],

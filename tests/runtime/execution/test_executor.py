@@ -214,9 +214,15 @@ def test_buffers_of_a_pool_do_not_overlap(
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"accumulation": 2}, {"clipping": "update"}, {"tied": True}], ids=str
+    ("policy", "changes"),
+    [
+        pytest.param(policy, changes, marks=[pytest.mark.nightly] if nightly else [])
+        for policy in EXECUTABLE
+        for changes in ({}, {"accumulation": 2}, {"clipping": "update"}, {"tied": True})
+        for nightly in (bool(changes) and policy not in ("k_buffer", "overlapped"),)
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("policy", EXECUTABLE)
 def test_old_contents_of_a_slot_change_no_bit(
     executable: Callable[..., Plan],
     session: Callable[..., Any],

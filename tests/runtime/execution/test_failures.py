@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import gc
 import json
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -18,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from started_ranks import Driver
 
 from megatrain.runtime.checkpoint.checkpoint import save
 from megatrain.runtime.checkpoint.manifest import RunState
@@ -416,7 +415,8 @@ def test_an_infinite_norm_stops_the_step_before_any_update(
 
 PROGRAM = """
 import itertools, json, os, signal, sys, threading, time
-import msgspec, torch
+from pathlib import Path
+import torch
 # a background process of a shell starts with SIGINT ignored
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from megatrain.runtime.memory import arenas
@@ -440,7 +440,7 @@ torch.cuda.cudart = Registrar
 torch.cuda.current_device = lambda: 0
 torch.cuda.set_device = lambda device: None
 arenas.HostMemory = lambda **_: HostMemory(registered=True)
-plan = msgspec.json.decode(sys.stdin.buffer.read(), type=Plan)
+plan = Plan.load(Path(sys.argv[1]))
 facts, ran, order = {}, [], itertools.count()
 try:
     cpu, config = torch.device("cpu"), config_of(plan.model)
@@ -465,22 +465,17 @@ except KeyboardInterrupt:
 
 
 def test_ctrl_c_from_the_system_ends_the_lanes_and_unregisters_memory(
-    executable: Callable[..., Plan],
+    executable: Callable[..., Plan], driver: Driver, tmp_path: Path
 ) -> None:
     """SIGINT in a step ends the process with the status of its program, without a hang.
 
     All memory is unregistered, and all lanes have ended.
     """
-    import msgspec
-
-    ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        input=msgspec.json.encode(executable("overlapped")),
-        capture_output=True,
-        check=False,
-    )
-    assert ended.returncode == 130, ended.stderr.decode()
-    facts = json.loads(ended.stdout)
+    executable("overlapped").save(tmp_path / "plan.toml")
+    (tmp_path / "program.py").write_text(PROGRAM)
+    driver.start([[[str(tmp_path / "program.py"), str(tmp_path / "plan.toml")]]], exits=True)
+    assert driver.wait() == [130], driver.printed(0)
+    facts = json.loads(driver.printed(0))
     assert facts["registered before"] > 0
     assert facts["registered"] == 0
     assert facts["lanes"] == []

@@ -17,6 +17,7 @@ import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file
+from started_ranks import Driver
 from tiny_families import config_of as tiny_config
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
@@ -464,7 +465,7 @@ print(json.dumps({"peak": peak, "final": final, "written": size, "writing": writ
 
 
 def test_loading_takes_at_most_one_shard_of_extra_memory_and_saving_none(
-    executable: Callable[..., Plan], tmp_path: Path
+    executable: Callable[..., Plan], driver: Driver, tmp_path: Path
 ) -> None:
     """Loading takes at most one shard of memory in addition to the final state, and saving none.
 
@@ -508,23 +509,11 @@ def test_loading_takes_at_most_one_shard_of_extra_memory_and_saving_none(
         json.dumps({"weight_map": names})
     )
     plan.save(tmp_path / "plan.toml")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            LOAD,
-            str(tmp_path / "plan.toml"),
-            str(tmp_path / "model"),
-            str(tmp_path / "state"),
-        ],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout)
+    (tmp_path / "load.py").write_text(LOAD)
+    words = [str(tmp_path / name) for name in ("load.py", "plan.toml", "model", "state")]
+    driver.start([[words]])
+    assert driver.wait() == [0], driver.printed(0)
+    found = json.loads(driver.printed(0))
     assert found["final"] == 12 * sum(layer.elements for layer in plan.model.stack.values())
     assert found["peak"] <= found["final"] + max(sizes) + 2**26, (
         found

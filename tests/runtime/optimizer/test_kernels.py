@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -21,6 +19,7 @@ import torch
 from any_floats import any_floats
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from started_ranks import Driver
 
 from megatrain.runtime.optimizer import adamw as optimizer
 from megatrain.runtime.optimizer.adamw import (
@@ -409,26 +408,19 @@ def test_a_library_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("compiler")
-def test_processes_may_compile_at_once(cache: Path) -> None:
-    code = """
-import sys, torch
+def test_processes_may_compile_at_once(cache: Path, driver: Driver, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(f"""
+import os, torch
+os.environ["MEGATRAIN_CACHE"] = {str(tmp_path / "cache")!r}
 from megatrain.runtime.optimizer import adamw as optimizer
 from megatrain.runtime.optimizer.kernels.host import host_kernels
-sys.stdin.read(1)
 assert host_kernels() is not None
 print(float(optimizer.sum_of_squares(torch.full((100,), 2.0))))
-"""
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        for _ in range(2)
-    ]
-    for process in processes:
-        assert process.stdin is not None
-        process.stdin.write("go")
-        process.stdin.flush()
-    assert [process.communicate()[0].strip() for process in processes] == ["400.0", "400.0"]
+""")
+    driver.start([[[str(program)]]] * 2)
+    assert driver.wait() == [0, 0], driver.printed(0)
+    assert [driver.printed(rank).strip() for rank in range(2)] == ["400.0", "400.0"]
     (library,) = cache.iterdir()
     assert host._intact(library)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -21,15 +22,26 @@ TEXT = "".join(
 )
 
 
-@pytest.fixture
-def place(executable: Callable[..., Plan], tmp_path: Path) -> Path:
-    """Returns a folder with a plan, its model, and a corpus."""
+@pytest.fixture(scope="session")
+def prepared_place(
+    executable: Callable[..., Plan], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """Returns a folder with a plan and its model, which `place` copies. Tests must not change it.
+
+    All tests then begin with the same weights.
+    """
+    folder = tmp_path_factory.mktemp("place")
     plan = executable(vocabulary=300, dtype="fp32", accumulation=2)
-    config = config_of(plan.model)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(
-        tmp_path / "small"
-    )
-    plan.save(tmp_path / "plan.toml")
+    model = AutoModelForCausalLM.from_config(config_of(plan.model), dtype=torch.float32)
+    model.save_pretrained(folder / "small")
+    plan.save(folder / "plan.toml")
+    return folder
+
+
+@pytest.fixture
+def place(prepared_place: Path, tmp_path: Path) -> Path:
+    """Returns a folder with a plan, its model, and a corpus."""
+    shutil.copytree(prepared_place, tmp_path, dirs_exist_ok=True)
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus" / "text.py").write_text(TEXT)
     return tmp_path

@@ -96,7 +96,8 @@ def test_lines_whose_checkpoints_are_gone_do_not_return(place: Path, prepare: An
 @pytest.fixture
 def owing(place: Path, prepare: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Trains a run whose checkpoint of step 2 owes an evaluation, and returns its settings."""
-    fields = {**EVERY_2, "evaluation_data": str(place / "corpus"), "evaluation.every_steps": 2}
+    fields = {**EVERY_2, "evaluation.every_steps": 2, "over_steps": 1}
+    fields["evaluation_data"] = str(place / "corpus")
     with monkeypatch.context() as patched:
         patched.setattr(trainer, "evaluate", lambda *_, **__: None)
         prepare(place, steps=2, **fields).fit()

@@ -15,7 +15,7 @@ from megatrain.runtime.checkpoint.folder import Checkpoints
 from megatrain.runtime.data.options import DataOptions
 from megatrain.runtime.training.config import Config, EvaluationSettings, Saving, TrainingSettings
 from megatrain.runtime.training.learning_rate import LearningRate
-from megatrain.runtime.training.trainer import Trainer
+from megatrain.runtime.training.trainer import Fitted, Trainer
 from megatrain.simulator.base.errors import UserError
 from megatrain.simulator.policies import lower
 from megatrain.simulator.schedule.plan import Plan, Prediction
@@ -101,6 +101,12 @@ def all_masked(batches: list[Batch]) -> list[Batch]:
     return [each._replace(labels=torch.full_like(each.labels, IGNORED)) for each in batches]
 
 
+@pytest.fixture(scope="module")
+def whole_runs() -> dict[Path, Fitted]:
+    """The folder and the result of a run whose data never failed."""
+    return {}
+
+
 @pytest.mark.parametrize(
     ("data", "spoil", "held_out", "error", "kept"),
     [
@@ -128,7 +134,13 @@ def all_masked(batches: list[Batch]) -> list[Batch]:
     ],
 )
 def test_data_that_fails_loses_no_step(
-    place: Path, data: int, spoil: Callable[[Any], Any], held_out: int, error: str, kept: int
+    place: Path,
+    whole_runs: dict[Path, Fitted],
+    data: int,
+    spoil: Callable[[Any], Any],
+    held_out: int,
+    error: str,
+    kept: int,
 ) -> None:
     """A checkpoint of the last step is written, and the resumed run ends as one that never failed.
 
@@ -138,9 +150,11 @@ def test_data_that_fails_loses_no_step(
     file = place / "plan.toml"
     plan = Plan.load(file)
     options: dict[str, Any] = {"config": config(), "device": CPU, "progress": False}
-    whole = Trainer(
-        file, data=Drawn(plan), evaluation_data=HeldOut(Drawn(plan)), out=place / "whole", **options
-    ).fit()
+    if not whole_runs:
+        out, held = place / "whole", HeldOut(Drawn(plan))
+        whole = Trainer(file, data=Drawn(plan), evaluation_data=held, out=out, **options).fit()
+        whole_runs[out] = whole
+    ((out, whole),) = whole_runs.items()
     trainer = Trainer(
         file,
         data=Drawn(plan, data, spoil),
@@ -161,7 +175,7 @@ def test_data_that_fails_loses_no_step(
         resume="newest",
         **options,
     ).fit()
-    assert weights(place / "run") == weights(place / "whole")
+    assert weights(place / "run") == weights(out)
     assert again.evaluation
     assert whole.evaluation
     assert again.evaluation.loss == whole.evaluation.loss

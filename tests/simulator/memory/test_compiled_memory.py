@@ -322,7 +322,8 @@ def test_the_counts_of_compiled_fp8_layers_have_not_changed(family: str) -> None
         assert now == pytest.approx(before, rel=0.004)
 
 
-@pytest.mark.parametrize("family", others_nightly(MANY_TOKENS, among=("glm4",)))
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", MANY_TOKENS)
 def test_the_counts_with_many_tokens_have_not_changed(family: str) -> None:
     for now, before in zip(count_many(family), MANY_TOKENS[family], strict=True):
         assert now == pytest.approx(before, rel=0.004)

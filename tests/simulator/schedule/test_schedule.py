@@ -161,8 +161,18 @@ VARIATIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("changes", VARIATIONS, ids=str)
-@pytest.mark.parametrize("policy", [name for name in policies.names() if name != "sequential"])
+@pytest.mark.parametrize(
+    ("policy", "changes"),
+    [
+        pytest.param(policy, changes, marks=[pytest.mark.nightly] if nightly else [])
+        for policy in policies.names()
+        if policy != "sequential"
+        for index, changes in enumerate(VARIATIONS)
+        # The normal tests have every second variation of the policies with fewer kinds of ops.
+        for nightly in (policy != "overlapped" and index % 2 == 1,)
+    ],
+    ids=str,
+)
 def test_removing_any_one_dependency_is_a_race(
     make_plan: Callable[..., Plan], policy: str, changes: dict[str, Any]
 ) -> None:

@@ -6,7 +6,7 @@ that those waited for.
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain.simulator.schedule.vector_clocks import VectorClocks
@@ -98,6 +98,7 @@ def test_a_race_is_a_conflict_that_is_not_waited_for(program: Program) -> None:
             break
 
 
+@settings(max_examples=30)
 @given(programs())
 def test_the_last_op_on_a_buffer(program: Program) -> None:
     order = VectorClocks()

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from short_model import shortened
 from small_model import SMALL
 
 from megatrain.experiments.cli.verdict import text as verdict_text
@@ -326,18 +327,10 @@ def test_a_number_of_tokens_that_is_not_whole_sequences_is_refused() -> None:
 
 
 def test_two_processes_with_other_hash_seeds_write_the_same_plan(tmp_path: Path) -> None:
+    model = str(tmp_path / shortened("qwen2.5-0.5b", 8, tmp_path))
     for seed in ("1", "2"):
-        words = [
-            sys.executable,
-            "-m",
-            "megatrain.experiments.cli",
-            "plan",
-            "qwen2.5-0.5b",
-            "--hardware",
-            "h200",
-            "--device-memory",
-            "6GiB",
-        ]
+        words = [sys.executable, "-m", "megatrain.experiments.cli", "plan", model]
+        words += ["--hardware", "h200", "--device-memory", "6GiB"]
         words += ["--tokens-per-step", "32768", "--out", str(tmp_path / f"{seed}.toml")]
         done = subprocess.run(
             words,
