@@ -515,8 +515,7 @@ def test_loading_takes_at_most_one_shard_of_extra_memory_and_saving_none(
     assert driver.wait() == [0], driver.printed(0)
     found = json.loads(driver.printed(0))
     assert found["final"] == 12 * sum(layer.elements for layer in plan.model.stack.values())
-    assert found["peak"] <= found["final"] + max(sizes) + 2**26, (
-        found
-    )  # a few pieces of 16 MiB may be in progress
+    # The memory of the final state is touched before. A few pieces of 16 MiB may be in progress.
+    assert found["peak"] <= max(sizes) + 2**26, found
     assert found["written"] > 60_000_000
     assert found["writing"] < 2**23, found
