@@ -8,8 +8,6 @@ name. Most functions below take a plan and call the policy that it names.
 from __future__ import annotations
 
 import contextlib
-import inspect
-import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
@@ -322,16 +320,10 @@ def _failures_named(name: str, method: str) -> Iterator[None]:
 
 
 def _line(name: str, error: BaseException) -> str:
-    """Returns the last line of the policy's file that `error` passed through, or empty if it passed
-    through none.
+    """Returns the line of the policy's file, or of a module that it imports from its folder, that
+    `error` passed through last. Returns an empty text if it passed through none.
     """
-    file = inspect.getfile(type(find(name)))
-    lines = [
-        entry.lineno
-        for entry in traceback.extract_tb(error.__traceback__)
-        if entry.filename == file
-    ]
-    return f" ({file}, line {lines[-1]})" if lines else ""
+    return plugins.line_in(type(find(name)).__module__, error)
 
 
 def flush_update(plan: Plan) -> Schedule | None:

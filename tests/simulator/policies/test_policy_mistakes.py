@@ -211,6 +211,29 @@ def test_a_mistake_is_one_line(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("relative", [True, False])
+def test_a_failure_names_its_line(
+    make_plan: Callable[..., Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, relative: bool
+) -> None:
+    """Also if it is in a module that the policy imports, or if the policy's path is relative."""
+    monkeypatch.chdir(tmp_path)
+    path = Path("pinned.py") if relative else tmp_path / "pinned.py"
+    text = EXAMPLE.replace(RELEASE, "            self.builder.relaese(slot)\n")
+    line = text[: text.index("relaese")].count("\n") + 1
+    message = (
+        r"AttributeError in lower: .* 'relaese'.* \({file}, line {line}\); allowed: a schedule"
+    )
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match=message.format(file=r"pinned\.py", line=line)):
+        policies.lower(make_plan(str(path), layers=6))
+    store, policy = text.split("\n\nclass Pinned(")
+    Path("store.py").write_text(store, encoding="utf-8")
+    policy = f"from store import *\n\n\nclass Pinned({policy}"
+    path.write_text(policy, encoding="utf-8")
+    with pytest.raises(UserError, match=message.format(file=r"store\.py", line=line)):
+        policies.lower(make_plan(str(path), layers=6))
+
+
 def test_a_policy_that_makes_another_schedule_each_time_is_named(
     make_plan: Callable[..., Plan], tmp_path: Path
 ) -> None:
