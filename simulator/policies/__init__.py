@@ -25,7 +25,7 @@ from megatrain.simulator.policies.registry import find, registered
 from megatrain.simulator.schedule import Schedule, ScheduleError
 from megatrain.simulator.schedule.arithmetic import kept_moments, refuse_on_host
 from megatrain.simulator.schedule.plan import Plan
-from megatrain.simulator.schedule.step_check import check_layers, check_step
+from megatrain.simulator.schedule.step_check import check_copies, check_layers, check_step
 
 __all__ = [
     "Policy",
@@ -115,6 +115,8 @@ def lower_uncached(plan: Plan) -> Schedule:
     with _failures_named(plan.policy, "lower"):
         schedule = _schedule(policy.lower(plan))
         _refuse_empty(bool(schedule.ops))
+        if _is_outside(policy):
+            check_copies(schedule)
         return schedule
 
 
@@ -132,6 +134,8 @@ def lower_for_timing(plan: Plan) -> Schedule:
         if schedule.compiled.fault:
             allowed, fix = "dependencies on earlier ops", "let Builder derive the dependencies"
             raise ScheduleError(schedule.compiled.fault, allowed, fix)
+        if _is_outside(policy):
+            check_copies(schedule)
         return schedule
 
 
@@ -276,6 +280,13 @@ def _refuse_coded_gradients(plan: Plan, policy: Policy) -> None:
         )
 
 
+def _is_outside(policy: Policy) -> bool:
+    """Returns whether the policy is not one of this package. The package's own are checked by its
+    tests.
+    """
+    return not type(policy).__module__.startswith(__name__)
+
+
 def _schedule(result: object) -> Schedule:
     """Returns `result`. Raises TypeError if a policy returned something else than a schedule."""
     if not isinstance(result, Schedule):
@@ -394,7 +405,7 @@ def check_outside(plan: Plan) -> None:
     Raises UserError if the schedule is not correct, or if the memory of the outline is not that of
     the schedule.
     """
-    if type(find(plan.policy)).__module__.startswith(__name__):
+    if not _is_outside(find(plan.policy)):
         return
     schedule = lower(plan)
     verified(msgspec.structs.replace(plan, digest=schedule.digest))

@@ -8,6 +8,7 @@ weights a slot holds, which gradients were added to a buffer, and what each upda
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatrain.simulator.model.layer import EMBEDDING
@@ -107,6 +108,24 @@ def check_layers(plan: Plan, schedule: Schedule) -> None:
                 allowed=f"a layer of the model: {', '.join(layers)}",
                 fix="name the layer in OpId",
             )
+
+
+def check_copies(schedule: Schedule) -> None:
+    """Raises ScheduleError if a copy is on another lane than that of its direction. Cost models
+    take the rates of a copy from its lane.
+    """
+    for op in schedule.sizes.ops:
+        only = _LANE_OF.get(op.kind)
+        if only in ("h2d", "d2h") and op.lane != only:
+            raise _wrong_lane(op, f"{op.kind} {op.id}", (only,))
+
+
+def _wrong_lane(op: Op, name: str, allowed: Sequence[str]) -> ScheduleError:
+    return ScheduleError(
+        f"{name}: on lane {op.lane}",
+        allowed=f"lane {' or '.join(allowed)}",
+        fix="name this lane in Builder.op",
+    )
 
 
 def _check_shared(plan: Plan, schedule: Schedule) -> None:
@@ -239,11 +258,7 @@ class _Check:
         only = _LANE_OF.get(op.kind)
         allowed = (only,) if only else ("compute", "update", "cpu")
         if op.lane not in allowed:
-            raise ScheduleError(
-                f"{op.id}: on lane {op.lane}",
-                allowed=f"lane {' or '.join(allowed)}",
-                fix="name this lane in Builder.op",
-            )
+            raise _wrong_lane(op, op.id, allowed)
         sides = {"h2d": ("host", "device"), "d2h": ("device", "host"), "cpu": ("", "host")}
         for names, place in zip(
             (op.reads, op.writes), sides.get(op.lane, ("device", "device")), strict=True

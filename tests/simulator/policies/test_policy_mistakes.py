@@ -116,7 +116,7 @@ MISTAKES: dict[str, tuple[tuple[str, str], str]] = {
         (LOAD, LOAD.replace("layer", "int(layer)")),
         "W0f.m0.c0: layer 0 .*; allowed: a string",
     ),
-    "unknown size": ((COPY, "byte=count"), "W0f.m0.c0: unknown size 'byte' .*; allowed: offset, "),
+    "unknown size": ((COPY, "byte=count"), "W0f.m0.c0: unknown size 'byte'.*; allowed: offset, "),
     "no bytes": ((COPY, "offset=offset"), "load_weights W0f.m0.c0: copies 0 bytes"),
     "half of the bytes": (
         (COPY, "offset=offset, bytes=count // 2"),
@@ -189,6 +189,27 @@ def planned(make_plan: Callable[..., Plan], path: Path, **changes: object) -> Pl
     """Returns a plan under the policy in the file `path`, with its digest."""
     plan = make_plan(str(path), layers=6, accumulation=2, **changes)
     return msgspec.structs.replace(plan, digest=policies.lower(plan).digest)
+
+
+@pytest.mark.parametrize("mistake", ["unknown size", "layer that is a number", "wrong lane"])
+def test_a_search_reports_a_mistake_as_a_check_does(
+    make_plan: Callable[..., Plan], tmp_path: Path, mistake: str
+) -> None:
+    """Without a `lower` of its own, the policy is timed with another builder. It also has no wrong
+    lane when a cost model is asked, because this takes the rate of a copy from its lane.
+    """
+    (old, new), message = MISTAKES[mistake]
+    text = EXAMPLE.replace(old, new)
+    start, end = text.index("    def lower("), text.index("    def buffers(")
+    storage = (
+        "    def storage(self, builder, plan):\n        return PinnedStorage(builder, plan)\n\n"
+    )
+    path = tmp_path / "pinned.py"
+    path.write_text(text[:start] + storage + text[end:], encoding="utf-8")
+    plan = make_plan(str(path), layers=6, accumulation=2)
+    for lowering in (policies.lower_for_timing, policies.lower):
+        with pytest.raises(UserError, match=message):
+            lowering(plan)
 
 
 def search_and_verify(plan: Plan) -> None:
