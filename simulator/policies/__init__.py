@@ -25,6 +25,7 @@ from megatrain.simulator.policies.registry import find, registered
 from megatrain.simulator.schedule import Schedule, ScheduleError
 from megatrain.simulator.schedule.arithmetic import kept_moments, refuse_on_host
 from megatrain.simulator.schedule.plan import Plan
+from megatrain.simulator.schedule.schedule import late_dependency
 from megatrain.simulator.schedule.step_check import check_copies, check_layers, check_step
 
 __all__ = [
@@ -132,8 +133,7 @@ def lower_for_timing(plan: Plan) -> Schedule:
         schedule = _schedule(policy.lower_for_timing(plan))
         _refuse_empty(bool(schedule.compiled.lanes))
         if schedule.compiled.fault:
-            allowed, fix = "dependencies on earlier ops", "let Builder derive the dependencies"
-            raise ScheduleError(schedule.compiled.fault, allowed, fix)
+            raise late_dependency(schedule.compiled.fault)
         if _is_outside(policy):
             check_copies(schedule)
         return schedule

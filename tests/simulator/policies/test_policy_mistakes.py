@@ -116,6 +116,15 @@ MISTAKES: dict[str, tuple[tuple[str, str], str]] = {
         (LOAD, LOAD.replace("layer", "int(layer)")),
         "W0f.m0.c0: layer 0 .*; allowed: a string",
     ),
+    "slots that are too small": (
+        (POOL, POOL.replace("size,", "size // 2,")),
+        r"load_weights W0f.m0.c3: device.kept:0 has [\d,]+ bytes; allowed: [\d,]+ bytes or more, .*"
+        r"; fix: pass a larger size to Builder\.slots",
+    ),
+    "a dtype that weights cannot have": (
+        (POOL, POOL.replace("dtype", '"int8"')),
+        r"device.kept:0: weights in int8; allowed: bf16 or fp32; fix: .* to Builder\.slots",
+    ),
     "unknown size": ((COPY, "byte=count"), "W0f.m0.c0: unknown size 'byte'.*; allowed: offset, "),
     "no bytes": ((COPY, "offset=offset"), "load_weights W0f.m0.c0: copies 0 bytes"),
     "half of the bytes": (
