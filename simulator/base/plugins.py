@@ -10,8 +10,9 @@ An installed package names an object under one of these entry point groups:
 
 A package cannot replace a built-in object, because built-in names are looked up first.
 
-A file that is edited is loaded again by the next operation. What was computed with its old content
-is then forgotten (`cached`). No operation mixes the two (`unchanging`).
+A file can import modules of its folder, which belong to it (`outside_module.py`). If one of these
+files is edited, the next operation loads it again. What was computed with its old content is then
+forgotten (`cached`). No operation mixes the two (`unchanging`).
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ def load_file(what: str, path: str) -> ModuleType:
         missing = "a file that cannot be read:" if os.path.lexists(path) else "no file"
         raise UserError(what, found=f"{missing} {path}", allowed=allowed, fix="check the path")
     # Files of the same name, and earlier contents of a file, have modules of their own.
-    key = hashlib.sha256(f"{path}\0{_digest(files)}".encode()).hexdigest()[:12]
+    key = hashlib.sha256(f"{os.path.abspath(path)}\0{_digest(files)}".encode()).hexdigest()[:12]
     name = re.sub(r"\W", "_", f"megatrain_{what}_{Path(path).stem}_{key}")
     try:
         module = load_module(name, Path(path), files)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from numbers import Integral, Real
 from typing import Any
@@ -31,19 +32,21 @@ def checked(costs: Any, where: str, module: str) -> CostModel:
     if missing:
         raise UserError(
             where,
-            found=f"{type(costs).__name__} without {', '.join(missing)}",
+            found=f"{type(costs).__name__} without {missing[0]}",
             allowed="a CostModel, such as a subclass of Datasheet",
             fix="return one from the function cost_model",
         )
-    for name, refused in _ATTRIBUTES.items():
+    for name, wrong in _ATTRIBUTES.items():
         value = getattr(costs, name)
-        if allowed := refused(value):
+        if allowed := wrong(value):
             raise _refusal(where, f"{value!r} as {name}", allowed)
-    for name in _METHODS:
+    dispatched = costs.dispatch_ns.get("compute", 0) > 0
+    duration: Callable[[Any, Any], str] = functools.partial(_duration, dispatched=dispatched)
+    for name, refused in {**_METHODS, "duration_ns": duration}.items():
         method = getattr(costs, name)
         if not isinstance(method, _Checked):
             try:
-                setattr(costs, name, _Checked(method, name, where, module))
+                setattr(costs, name, _Checked(method, refused, name, where, module))
             except (AttributeError, TypeError) as error:
                 raise UserError(
                     where,
@@ -58,28 +61,36 @@ def checked(costs: Any, where: str, module: str) -> CostModel:
 class _Checked:
     """A method of a cost model, with its failures and its results checked."""
 
-    def __init__(self, method: Callable[..., Any], name: str, where: str, module: str) -> None:
-        self._method, self._name, self._where, self._module = method, name, where, module
-        self._refused = _METHODS[name]
+    def __init__(
+        self,
+        method: Callable[..., Any],
+        refused: Callable[[Any, Any], str],
+        name: str,
+        where: str,
+        module: str,
+    ) -> None:
+        """`refused` is as in `_METHODS`, and the rest as in `checked`."""
+        self._method, self._refused, self._name = method, refused, name
+        self._where, self._module = where, module
 
-    def __call__(self, *given: Any) -> Any:
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        first = next(iter((*given, *named.values())), None)
         try:
-            result = self._method(*given)
-            allowed = self._refused(result, given[0])
+            result = self._method(*given, **named)
+            allowed = self._refused(result, first)
         except UserError:
             raise
         except (Exception, SystemExit) as error:
             line = plugins.line_in(self._module, error)
-            text = f"{type(error).__name__} in {self._called(given)}: {error}{line}"
+            text = f"{type(error).__name__} in {self._called(first)}: {error}{line}"
             raise _refusal(self._where, text, "a result, or a UserError") from error
         if allowed:
-            raise _refusal(self._where, f"{result!r} as {self._called(given)}", allowed)
+            raise _refusal(self._where, f"{result!r} as {self._called(first)}", allowed)
         # A number of NumPy could overflow.
         is_number = isinstance(result, Integral) and not isinstance(result, bool)
         return int(result) if is_number else result
 
-    def _called(self, given: tuple[Any, ...]) -> str:
-        op = given[0]
+    def _called(self, op: object) -> str:
         return f"{self._name} of {op.kind} {op.id}" if isinstance(op, Op) else self._name
 
 
@@ -91,9 +102,9 @@ def _whole(value: object, least: int = 0) -> bool:
     return isinstance(value, Integral) and int(value) >= least
 
 
-def _duration(value: object, op: Op) -> str:
-    # A step takes time if its products do.
-    least = 1 if op.kind in COMPUTE_KINDS else 0
+def _duration(value: object, op: Op, *, dispatched: bool) -> str:
+    # A step takes time only if its products or their dispatch do.
+    least = 0 if dispatched or op.kind not in COMPUTE_KINDS else 1
     return "" if _whole(value, least) else f"a whole number of ns >= {least}"
 
 
@@ -141,7 +152,6 @@ _ATTRIBUTES: dict[str, Callable[[object], str]] = {
 value is."""
 _METHODS: dict[str, Callable[[Any, Any], str]] = {
     "sizes": _instance(Sizes, optional=False),
-    "duration_ns": _duration,
     "demand": _instance(Demand, optional=True),
     "rates": _rates,
     "extrapolated": lambda _, __: "",
@@ -149,4 +159,4 @@ _METHODS: dict[str, Callable[[Any, Any], str]] = {
     "activations_bytes": _none_or_bytes,
     "workspace": _instance(Workspace, optional=True),
 }
-"""Method -> a function (result, first argument) that returns the same."""
+"""Method, except `duration_ns` -> a function (result, first argument) that returns the same."""

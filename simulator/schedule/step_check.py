@@ -191,9 +191,9 @@ def _check_matrices(plan: Plan, schedule: Schedule, layer: str) -> None:
         needed = max((sum(each.workspace) for each in matrices), default=0)
         if room < needed:
             raise ScheduleError(
-                f"{op.id}: {room} bytes of workspace for the matrices of layer {layer}",
-                allowed=f"{needed}, which optimizer {name} needs",
-                fix="let the op write the buffer of update_workspace (building/training_step.py)",
+                f"{op.id}: {room:,} bytes of workspace for the matrices of layer {layer}",
+                allowed=f"{needed:,}, which optimizer {name} needs",
+                fix="let the op write the buffer of update_workspace (building.training_step)",
             )
         whole += sum(each.number for each in matrices)
     if whole != (number := sum(each.number for each in layout.matrices)):
