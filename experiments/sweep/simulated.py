@@ -15,7 +15,9 @@ placement.
 
 from __future__ import annotations
 
+import traceback
 from collections import Counter
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -102,8 +104,8 @@ class Simulator:
                 host_limit=plan.host_limit_bytes,
                 policies=[plan.policy],
             )[0]
-        except UserError as error:
-            return SweepRow(**fields, decided_by="refused", reason=str(error))
+        except Exception as error:
+            return SweepRow(**fields, decided_by="refused", reason=_reason(error))
         timed: _Timed | None = None
         if best.feasible:
             timed = best.step_seconds, best.bounds.binding, "engine"
@@ -123,15 +125,15 @@ class Simulator:
         }
 
     def row(self, plan: Plan, key: str) -> SweepRow:
-        """Returns the plan's row. If the policy refuses the plan or makes an incorrect schedule, or
-        if the cost of an op is not known, the row has the reason.
+        """Returns the plan's row. If the policy refuses the plan or makes an incorrect schedule, if
+        the cost of an op is not known, or if anything fails, the row has the reason.
         """
         fields = self._fields(plan, key)
         try:
             policies.check_outside(plan)
             account, timed = self._measure(plan, self.cost_model_of(plan))
-        except UserError as error:
-            return SweepRow(**fields, decided_by="refused", reason=str(error))
+        except Exception as error:
+            return SweepRow(**fields, decided_by="refused", reason=_reason(error))
         return _row(fields, plan.workload, account, timed)
 
     def cost_model_of(self, plan: Plan) -> CostModel:
@@ -213,6 +215,20 @@ class Simulator:
         ):
             self._resizable[plan.policy, plan.workload] = _equal_when_resized(last, fresh)
         self._last = fresh
+
+
+def _reason(error: Exception) -> str:
+    """Returns why a plan has no time. An error that is not a UserError is described too, since it
+    must not end the sweep of the other plans. Raises a MemoryError again: it says nothing about the
+    plan.
+    """
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, MemoryError):
+        raise error
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return f"{text} ({Path(last.filename).name}, line {last.lineno})"
 
 
 def _row(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,8 +36,11 @@ def _imported(source: bytes, name: Path) -> Iterator[Path]:
     for statement in statements:
         bases: list[Path] = []
         if isinstance(statement, ast.Import):
-            bases, names = [Path()], [alias.name for alias in statement.names]
-        elif isinstance(statement, ast.ImportFrom):
+            names = [alias.name for alias in statement.names]
+            bases, names = [Path()], [name for name in names if not _is_elsewhere(name)]
+        elif isinstance(statement, ast.ImportFrom) and not (
+            statement.level == 0 and _is_elsewhere(statement.module or "")
+        ):
             # A dot means the folder of the file, and each further one the folder above.
             above = list(name.parents)[statement.level - 1 :] if statement.level else [Path()]
             module = f"{statement.module}." if statement.module else ""
@@ -48,3 +52,11 @@ def _imported(source: bytes, name: Path) -> Iterator[Path]:
                     place = place / part
                     yield place.with_suffix(".py")
                     yield place / "__init__.py"
+
+
+def _is_elsewhere(module: str) -> bool:
+    """Returns whether a module always comes from Python or this package, even if the folder of the
+    file has one of the same name.
+    """
+    top = module.partition(".")[0]
+    return top == "megatrain" or top in sys.stdlib_module_names

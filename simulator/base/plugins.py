@@ -10,8 +10,9 @@ An installed package names an object under one of these entry point groups:
 
 A package cannot replace a built-in object, because built-in names are looked up first.
 
-A file that is edited is loaded again by the next operation. What was computed with its old content
-is then forgotten (`cached`). No operation mixes the two (`unchanging`).
+A file can import modules of its folder, which belong to it (`outside_module.py`). If one of these
+files is edited, the next operation loads it again. What was computed with its old content is then
+forgotten (`cached`). No operation mixes the two (`unchanging`).
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import importlib.util
 import os
-import sys
+import re
 import threading
+import traceback
 from collections.abc import Callable
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
 from megatrain.simulator.base.errors import UserError
+from megatrain.simulator.base.outside_module import load_module
 from megatrain.simulator.base.outside_source import outside_source
 
 if TYPE_CHECKING:
@@ -73,24 +74,9 @@ def load(group: str, name: str) -> object:
 class _LoadedFile(NamedTuple):
     """A `.py` file that was loaded."""
 
-    content: bytes
+    files: dict[Path, bytes]
+    """Its `outside_source`."""
     module: ModuleType
-
-
-class _Loader(SourceFileLoader):
-    """Loads the content of a file that was read before, without `__pycache__`. Python takes a file
-    there for the current one if the source has the same size and was written in the same second.
-    """
-
-    def __init__(self, name: str, path: str, content: bytes) -> None:
-        super().__init__(name, path)
-        self._content = content
-
-    def path_stats(self, path: str) -> dict[str, float]:
-        raise OSError
-
-    def get_data(self, path: str) -> bytes:
-        return self._content
 
 
 class _Loaded:
@@ -113,8 +99,8 @@ _loaded = _Loaded()
 
 
 def load_file(what: str, path: str) -> ModuleType:
-    """Returns the module in the `.py` file `path`, which is executed once, and again after it has
-    changed.
+    """Returns the module in the `.py` file `path`, which is executed once, and again after it or a
+    module that it imports from its folder has changed.
 
     `what` is what the file defines, such as "policy", for error texts. Raises UserError if there
     is no such file, or if executing it fails.
@@ -122,25 +108,32 @@ def load_file(what: str, path: str) -> ModuleType:
     refresh()
     if (what, path) in _loaded.files:
         return _loaded.files[what, path].module
-    content = _content(path)
-    if content is None:
+    files = _files(path)
+    if not files:
         allowed = f"the path of a .py file that defines {with_article(what)}"
         missing = "a file that cannot be read:" if os.path.lexists(path) else "no file"
         raise UserError(what, found=f"{missing} {path}", allowed=allowed, fix="check the path")
     # Files of the same name, and earlier contents of a file, have modules of their own.
-    key = hashlib.sha256(path.encode() + b"\0" + content).hexdigest()[:12]
-    name = f"megatrain_{what.replace(' ', '_')}_{Path(path).stem}_{key}"
-    loader = _Loader(name, path, content)
-    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
+    key = hashlib.sha256(f"{os.path.abspath(path)}\0{_digest(files)}".encode()).hexdigest()[:12]
+    name = re.sub(r"\W", "_", f"megatrain_{what}_{Path(path).stem}_{key}")
     try:
-        loader.exec_module(module)
+        module = load_module(name, Path(path), files)
     except (Exception, SystemExit) as error:
-        raise _cannot_load(f"{what} {path}", error) from error
-    _loaded.files[what, path] = _LoadedFile(content, module)
+        raise _cannot_load(f"{what} {path}", error, line_in(name, error)) from error
+    _loaded.files[what, path] = _LoadedFile(files, module)
     return module
+
+
+def line_in(module: str, error: BaseException) -> str:
+    """Returns the last line of `module` or of its submodules that `error` passed through, such as
+    " (ring.py, line 72)". Returns an empty text if it passed through none.
+    """
+    place = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        name = str(frame.f_globals.get("__name__"))
+        if name == module or name.startswith(f"{module}."):
+            place = f" ({Path(frame.f_code.co_filename).name}, line {line})"
+    return place
 
 
 def path_in(folder: Path, file: str) -> str:
@@ -158,36 +151,41 @@ def path_from(folder: Path, file: str) -> str:
     return os.path.relpath(Path(file).resolve(), folder.resolve())
 
 
-def loaded_content(what: str, path: str) -> bytes | None:
-    """Returns the content with which the file `path` was loaded, or else its content now. Returns
-    None if there is no such file.
-    """
-    known = _loaded.files.get((what, path))
-    return known.content if known else _content(path)
-
-
 def source(what: str, path: str) -> dict[Path, bytes]:
     """Returns the content of the file `path` and of the modules that it imports from its folder, by
-    path relative to this folder. The file has its `loaded_content`. Returns an empty dict if there
-    is no such file.
+    path relative to this folder. It is the content with which they were loaded, or else their
+    content now. Returns an empty dict if there is no such file.
     """
-    content, files = loaded_content(what, path), outside_source(Path(path))
-    return {} if content is None else {**files, Path(Path(path).name): content}
+    known = _loaded.files.get((what, path))
+    return known.files if known else _files(path)
 
 
 def digest(what: str, path: str) -> str:
     """Returns the digest of `source`, or an empty text if there is no such file."""
-    files = source(what, path)
+    return _digest(source(what, path))
+
+
+def _digest(files: dict[Path, bytes]) -> str:
     parts = [part for name in sorted(files) for part in (os.fsencode(name), files[name])]
     lengths = [str(len(part)).encode() for part in parts]
     return hashlib.sha256(b" ".join([*lengths, *parts])).hexdigest()[:12] if files else ""
 
 
-def _content(path: str) -> bytes | None:
+def _files(path: str) -> dict[Path, bytes]:
+    """Returns the `outside_source` of `path`, or an empty dict if a file cannot be read."""
     try:
-        return Path(path).read_bytes()
+        return outside_source(Path(path))
     except (OSError, ValueError):
-        return None
+        return {}
+
+
+def _changed(path: str, files: dict[Path, bytes]) -> bool:
+    """Returns whether one of `files`, the `outside_source` of `path`, has another content now."""
+    folder = Path(path).parent
+    try:
+        return any((folder / name).read_bytes() != content for name, content in files.items())
+    except (OSError, ValueError):
+        return True
 
 
 def refresh() -> None:
@@ -195,10 +193,7 @@ def refresh() -> None:
     inside `unchanging`.
     """
     if _loaded.files and not _loaded.operations:
-        for (_, path), file in list(_loaded.files.items()):
-            if _content(path) != file.content:
-                break
-        else:
+        if not any(_changed(path, file.files) for (_, path), file in [*_loaded.files.items()]):
             return
         _loaded.changes += 1
         forget()
@@ -255,8 +250,11 @@ def with_article(what: str) -> str:
     return f"{'an' if what[0] in 'aeiou' else 'a'} {what}"
 
 
-def _cannot_load(where: str, error: BaseException) -> UserError:
+def _cannot_load(where: str, error: BaseException, line: str = "") -> UserError:
     found = f"{type(error).__name__} while it was loaded: {error}".splitlines()[0]
     return UserError(
-        where, found=found, allowed="a module that can be imported", fix="correct the file"
+        where,
+        found=f"{found}{line}",
+        allowed="a module that can be imported",
+        fix="correct the file",
     )

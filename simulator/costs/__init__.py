@@ -15,6 +15,7 @@ from megatrain.simulator.costs.calibrated import Calibrated
 from megatrain.simulator.costs.contention import ContentionModel
 from megatrain.simulator.costs.datasheet import Datasheet, fp8_speed
 from megatrain.simulator.costs.elementwise import Elementwise
+from megatrain.simulator.costs.outside import checked
 from megatrain.simulator.costs.protocol import CostModel, EstimatedCosts
 from megatrain.simulator.costs.replayed import Replayed
 from megatrain.simulator.costs.several_gpus import OneOfSeveral, link_share
@@ -149,9 +150,11 @@ def _from_outside(hardware: HardwareSpec, model: ModelSpec, workload: Workload) 
     name = hardware.cost_model
     where = f"hardware {hardware.name}: cost_model {name}"
     if file := outside_file(hardware):
-        make = getattr(plugins.load_file("cost model", str(file)), "cost_model", None)
+        defined = plugins.load_file("cost model", str(file))
+        module, make = defined.__name__, getattr(defined, "cost_model", None)
     elif name in plugins.installed(GROUP):
         make = plugins.load(GROUP, name)
+        module = getattr(make, "__module__", "")
     else:
         installed = ", ".join(plugins.installed(GROUP)) or "none is installed"
         raise UserError(
@@ -168,14 +171,14 @@ def _from_outside(hardware: HardwareSpec, model: ModelSpec, workload: Workload) 
             fix="see docs/adding.md",
         )
     try:
-        costs: CostModel = make(hardware, model, workload)
+        return checked(make(hardware, model, workload), where, module)
     except UserError:
         raise
     except (Exception, SystemExit) as error:
         raise UserError(
             where,
-            found=f"{type(error).__name__}: {error}".splitlines()[0],
+            found=f"{type(error).__name__}: {error}".splitlines()[0]
+            + plugins.line_in(module, error),
             allowed="a function that returns a CostModel",
             fix="correct the function",
         ) from error
-    return costs

@@ -13,7 +13,8 @@ from __future__ import annotations
 import msgspec
 
 from megatrain.simulator.costs import CostModel
-from megatrain.simulator.schedule import LANES, Schedule, ScheduleError
+from megatrain.simulator.schedule import LANES, Schedule
+from megatrain.simulator.schedule.schedule import late_dependency
 from megatrain.simulator.schedule.timeline import Timeline
 
 
@@ -50,7 +51,7 @@ def _durations_ns(schedule: Schedule, costs: CostModel) -> list[int]:
     per distinct op size.
     """
     if schedule.compiled.fault:
-        raise ScheduleError(schedule.compiled.fault)
+        raise late_dependency(schedule.compiled.fault)
     sizes, dispatch = costs.sizes(schedule), costs.dispatch_ns
     times = [dispatch.get(op.lane, 0) + costs.duration_ns(op) for op in sizes.ops]
     return [times[size] for size in sizes.which]

@@ -239,7 +239,7 @@ class Filling:
             )
             for kept in (True, False)
         )
-        return 1 - kept / full
+        return 1 - kept / full if full else 0.0
 
     def account(self, plan: Plan) -> Account:
         """Returns the memory of `plan`. Results are cached."""

@@ -8,8 +8,6 @@ name. Most functions below take a plan and call the policy that it names.
 from __future__ import annotations
 
 import contextlib
-import inspect
-import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
@@ -27,7 +25,8 @@ from megatrain.simulator.policies.registry import find, registered
 from megatrain.simulator.schedule import Schedule, ScheduleError
 from megatrain.simulator.schedule.arithmetic import kept_moments, refuse_on_host
 from megatrain.simulator.schedule.plan import Plan
-from megatrain.simulator.schedule.step_check import check_layers, check_step
+from megatrain.simulator.schedule.schedule import late_dependency
+from megatrain.simulator.schedule.step_check import check_copies, check_layers, check_step
 
 __all__ = [
     "Policy",
@@ -117,6 +116,8 @@ def lower_uncached(plan: Plan) -> Schedule:
     with _failures_named(plan.policy, "lower"):
         schedule = _schedule(policy.lower(plan))
         _refuse_empty(bool(schedule.ops))
+        if _is_outside(policy):
+            check_copies(schedule)
         return schedule
 
 
@@ -132,8 +133,9 @@ def lower_for_timing(plan: Plan) -> Schedule:
         schedule = _schedule(policy.lower_for_timing(plan))
         _refuse_empty(bool(schedule.compiled.lanes))
         if schedule.compiled.fault:
-            allowed, fix = "dependencies on earlier ops", "let Builder derive the dependencies"
-            raise ScheduleError(schedule.compiled.fault, allowed, fix)
+            raise late_dependency(schedule.compiled.fault)
+        if _is_outside(policy):
+            check_copies(schedule)
         return schedule
 
 
@@ -278,6 +280,13 @@ def _refuse_coded_gradients(plan: Plan, policy: Policy) -> None:
         )
 
 
+def _is_outside(policy: Policy) -> bool:
+    """Returns whether the policy is not one of this package. The package's own are checked by its
+    tests.
+    """
+    return not type(policy).__module__.startswith(__name__)
+
+
 def _schedule(result: object) -> Schedule:
     """Returns `result`. Raises TypeError if a policy returned something else than a schedule."""
     if not isinstance(result, Schedule):
@@ -322,16 +331,10 @@ def _failures_named(name: str, method: str) -> Iterator[None]:
 
 
 def _line(name: str, error: BaseException) -> str:
-    """Returns the last line of the policy's file that `error` passed through, or empty if it passed
-    through none.
+    """Returns the line of the policy's file, or of a module that it imports from its folder, that
+    `error` passed through last. Returns an empty text if it passed through none.
     """
-    file = inspect.getfile(type(find(name)))
-    lines = [
-        entry.lineno
-        for entry in traceback.extract_tb(error.__traceback__)
-        if entry.filename == file
-    ]
-    return f" ({file}, line {lines[-1]})" if lines else ""
+    return plugins.line_in(type(find(name)).__module__, error)
 
 
 def flush_update(plan: Plan) -> Schedule | None:
@@ -402,7 +405,7 @@ def check_outside(plan: Plan) -> None:
     Raises UserError if the schedule is not correct, or if the memory of the outline is not that of
     the schedule.
     """
-    if type(find(plan.policy)).__module__.startswith(__name__):
+    if not _is_outside(find(plan.policy)):
         return
     schedule = lower(plan)
     verified(msgspec.structs.replace(plan, digest=schedule.digest))

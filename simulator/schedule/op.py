@@ -109,12 +109,7 @@ def saves_activations(writes: Iterable[str]) -> bool:
 class ScheduleError(ValueError):
     """Raised if a schedule breaks a rule. The text names the ops and the buffer."""
 
-    def __init__(
-        self,
-        text: str,
-        allowed: str = "what simulator/schedule/__init__.py says of this kind of op",
-        fix: str = "correct this op in the policy",
-    ) -> None:
+    def __init__(self, text: str, allowed: str, fix: str) -> None:
         """`allowed` and `fix` are for the author of the policy, as in `UserError`."""
         super().__init__(text)
         self.allowed, self.fix = allowed, fix

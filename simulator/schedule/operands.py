@@ -72,9 +72,22 @@ def check_buffer(buffer: Buffer) -> None:
     coded = ("block8",) if buffer.data == "gradients" else ()
     if buffer.dtype not in (only or ("bf16", "fp32", "home", "mixed", *coded)):
         allowed = " or ".join(only or ("bf16", "fp32"))
-        raise ScheduleError(f"{buffer.id}: {buffer.data} in {buffer.dtype}, not in {allowed}")
+        raise ScheduleError(
+            f"{buffer.id}: {buffer.data} in {buffer.dtype}",
+            allowed=allowed,
+            fix=f"pass this dtype to {_maker(buffer)}",
+        )
     if buffer.dtype == "home" and not buffer.chunk:
-        raise ScheduleError(f"{buffer.id}: only a chunk takes its dtype from its layer's buffer")
+        raise ScheduleError(
+            f"{buffer.id}: dtype home in a buffer that is no chunk",
+            allowed="a chunk, which takes its dtype from its layer's buffer",
+            fix=f"pass another dtype or chunk=True to {_maker(buffer)}",
+        )
+
+
+def _maker(buffer: Buffer) -> str:
+    """Returns the method that makes such a buffer."""
+    return "Builder.persistent" if buffer.persistent else "Builder.slots"
 
 
 def check_operands(
@@ -101,21 +114,30 @@ def check_operands(
         if not pattern.fullmatch(classes):
             expected = OPERANDS[kind][0 if side == "reads" else 1]
             raise ScheduleError(
-                f"{op.id}: {kind} {side} {classes or 'nothing'} ({', '.join(names)}), not"
-                f" {expected}"
+                f"{op.id}: {side} {classes or 'nothing'} ({', '.join(names)})",
+                allowed=f"{kind} {side} {expected}",
+                fix=f"pass buffers of these classes of data as {side} to Builder.op",
             )
     dtypes = {name: dtype_of(name, op.layer) for name in op.buffers}
     for group in _alike(op, buffers):
         if len({dtypes[name] for name in group}) > 1:
             found = ", ".join(f"{name} {dtypes[name]}" for name in group)
-            raise ScheduleError(f"{op.id}: {found}: the dtypes differ")
+            raise ScheduleError(
+                f"{op.id}: {found}: the dtypes differ",
+                allowed="one dtype, because the op combines these buffers",
+                fix="make the buffers with the same dtype, such as plan.workload.dtype",
+            )
     for name in op.writes:
         if (
             buffers[base_buffer(name)].data == "gradients"
             and name in op.reads
             and dtypes[name] != "fp32"
         ):
-            raise ScheduleError(f"{op.id}: adds to {name} in {dtypes[name]}; sums are kept in fp32")
+            raise ScheduleError(
+                f"{op.id}: adds to {name} in {dtypes[name]}",
+                allowed="fp32, in which sums are kept",
+                fix=f"pass fp32 to {_maker(buffers[base_buffer(name)])}, or do not read {name}",
+            )
     if kind in ("update", "cpu_update"):
         written: dict[str, str] = {
             buffers[base_buffer(name)].data: dtypes[name] for name in op.writes
@@ -123,7 +145,9 @@ def check_operands(
         values = kept(op.layer, op.offset, op.parameters)
         if values and "moments" not in written:
             raise ScheduleError(
-                f"{op.id}: writes no moments, but the optimizer keeps {values} values of them"
+                f"{op.id}: writes no moments, but the optimizer keeps {values:,} values of them",
+                allowed="a buffer of moments among the writes",
+                fix="take the operands from update_operands",
             )
         _check_planes(op, written)
     if kind in ("backward", "head", "embed_backward", "norm", "encode_gradients"):
@@ -133,23 +157,39 @@ def check_operands(
             if buffers[base_buffer(name)].data == "gradients" and dtypes[name] == "block8"
         ]
         if coded:
-            raise ScheduleError(f"{op.id}: {coded[0]} is in codes, which only updates read")
+            raise ScheduleError(
+                f"{op.id}: {coded[0]} is in codes, which only updates read",
+                allowed="a gradient in bf16 or fp32",
+                fix="pass the gradient that encode_gradients reads",
+            )
     if kind == "recompute" and len(op.writes) > 1 and not computes_output(op.shape):
         raise ScheduleError(
-            f"{op.id}: writes {op.writes[1]}, but {op.shape} does not compute this output"
+            f"{op.id}: writes {op.writes[1]}, but {op.shape} does not compute this output",
+            allowed="activations, or a shape that computes the output",
+            fix="leave out this buffer, or take the shape from cost_keys with read=True",
         )
     if kind == "encode_gradients" and dtypes[op.writes[0]] != "block8":
-        raise ScheduleError(f"{op.id}: writes codes to {op.writes[0]}, in {dtypes[op.writes[0]]}")
+        raise ScheduleError(
+            f"{op.id}: writes codes to {op.writes[0]}, in {dtypes[op.writes[0]]}",
+            allowed="block8",
+            fix=f"pass this dtype to {_maker(buffers[base_buffer(op.writes[0])])}",
+        )
     if kind == "gather_weights":
         source, slot = (buffers[base_buffer(name)] for name in (op.reads[0], op.writes[0]))
         if slot.sharded or not (source.sharded or source == slot):
             raise ScheduleError(
-                f"{op.id}: gathers {source.id} into {slot.id}, not a part into a whole layer"
+                f"{op.id}: gathers {source.id} into {slot.id}, not a part into a whole layer",
+                allowed="a buffer with sharded=True, or the slot itself, into one without",
+                fix=f"pass sharded to {_maker(source)}",
             )
     if kind == "exchange_gradients":
         target = buffers[base_buffer(op.writes[0])]
         if not target.sharded or dtypes[op.writes[0]] != "fp32":
-            raise ScheduleError(f"{op.id}: {target.id} is not the fp32 part that a rank owns")
+            raise ScheduleError(
+                f"{op.id}: {target.id} is not the fp32 part that a rank owns",
+                allowed="a buffer of gradients in fp32 with sharded=True",
+                fix=f"pass both to {_maker(target)}",
+            )
     _check_sizes(op, buffers, dtypes, kept)
 
 
@@ -163,7 +203,9 @@ def _check_planes(op: Op, written: Mapping[str, str]) -> None:
     if (low, moments) not in (known if weights == "bf16" else {(None, "fp32")}):
         raise ScheduleError(
             f"{op.id}: weights in {weights} {f'with {low}' if low else 'without'} low halves and"
-            f" {moments} moments: no state format has these"
+            f" {moments} moments: no state format has these",
+            allowed=f"the parts of one state format: {', '.join(FORMATS)}",
+            fix="make a layer's buffers from layer_state, and pass all to update_operands",
         )
 
 
@@ -246,5 +288,7 @@ def _check_sizes(
             continue
         if needed > buffer.bytes:
             raise ScheduleError(
-                f"{op.id}: needs {needed} bytes of {name}, which has {buffer.bytes}"
+                f"{op.id}: {name} has {buffer.bytes:,} bytes",
+                allowed=f"{needed:,} bytes or more, for the size of this op",
+                fix=f"pass a larger size to {_maker(buffer)}, or a smaller one to Builder.op",
             )

@@ -218,17 +218,18 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
                 raise ScheduleError(
                     f"{op.id}: not in its canonical form, or on no lane: {op.lane!r}",
                     allowed=f"the text of an OpId, and a lane of {', '.join(LANES)}",
+                    fix="add the op with Builder.op, which takes an OpId and a lane",
                 )
             if op.high_priority and op.lane != "update":
                 raise ScheduleError(
-                    f"{op.id}: a high priority on {op.lane}; only update can have it"
+                    f"{op.id}: a high priority on {op.lane}",
+                    allowed="high_priority on the lane update",
+                    fix="leave out high_priority, or name the lane update in Builder.op",
                 )
             for dependency in op.after:
                 if dependency not in place:
-                    raise ScheduleError(
-                        f"{op.id}: depends on {dependency}, which is not before it",
-                        allowed="dependencies on earlier ops",
-                        fix="let Builder derive the dependencies",
+                    raise late_dependency(
+                        f"{op.id}: depends on {dependency}, which is not before it"
                     )
             place[op.id] = index
             for name in map(base_buffer, op.buffers):
@@ -275,15 +276,18 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             first = pools.setdefault(buffer.pool, buffer)
             if buffer.data != first.data:
                 raise ScheduleError(
-                    f"{buffer.id} holds {buffer.data} and {first.id} {first.data}: the buffers of a"
-                    " pool hold one class of data"
+                    f"{buffer.id} holds {buffer.data} and {first.id} {first.data}",
+                    allowed="one class of data in all buffers of a pool",
+                    fix="give one of them another pool",
                 )
             if self.is_typed:
                 check_buffer(buffer)
                 if buffer.persistent and self.state[buffer.data, buffer.key] != buffer.id:
                     raise ScheduleError(
                         f"{buffer.id} and {self.state[buffer.data, buffer.key]}: two persistent"
-                        " buffers hold the same data"
+                        " buffers hold the same data",
+                        allowed="one persistent buffer for each class of data and key",
+                        fix="make it once, or give one of them another key or class of data",
                     )
 
     @functools.cached_property
@@ -326,6 +330,13 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
                     fix="call Builder.release once",
                 )
             held.remove(slot)
+
+
+def late_dependency(fault: str) -> ScheduleError:
+    """Returns the error for a dependency that does not come before its op, `fault`."""
+    return ScheduleError(
+        fault, "dependencies on earlier ops", "let Builder derive the dependencies"
+    )
 
 
 def _contested(one: Op, other: Op) -> str:

@@ -8,6 +8,7 @@ weights a slot holds, which gradients were added to a buffer, and what each upda
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatrain.simulator.model.layer import EMBEDDING
@@ -109,6 +110,24 @@ def check_layers(plan: Plan, schedule: Schedule) -> None:
             )
 
 
+def check_copies(schedule: Schedule) -> None:
+    """Raises ScheduleError if a copy is on another lane than that of its direction. Cost models
+    take the rates of a copy from its lane.
+    """
+    for op in schedule.sizes.ops:
+        only = _LANE_OF.get(op.kind)
+        if only in ("h2d", "d2h") and op.lane != only:
+            raise _wrong_lane(op, f"{op.kind} {op.id}", (only,))
+
+
+def _wrong_lane(op: Op, name: str, allowed: Sequence[str]) -> ScheduleError:
+    return ScheduleError(
+        f"{name}: on lane {op.lane}",
+        allowed=f"lane {' or '.join(allowed)}",
+        fix="name this lane in Builder.op",
+    )
+
+
 def _check_shared(plan: Plan, schedule: Schedule) -> None:
     """Raises ScheduleError unless a rank takes part in all collectives of a step, and updates its
     own part of each layer.
@@ -172,9 +191,9 @@ def _check_matrices(plan: Plan, schedule: Schedule, layer: str) -> None:
         needed = max((sum(each.workspace) for each in matrices), default=0)
         if room < needed:
             raise ScheduleError(
-                f"{op.id}: {room} bytes of workspace for the matrices of layer {layer}",
-                allowed=f"{needed}, which optimizer {name} needs",
-                fix="let the op write the buffer of update_workspace (building/training_step.py)",
+                f"{op.id}: {room:,} bytes of workspace for the matrices of layer {layer}",
+                allowed=f"{needed:,}, which optimizer {name} needs",
+                fix="let the op write the buffer of update_workspace (building.training_step)",
             )
         whole += sum(each.number for each in matrices)
     if whole != (number := sum(each.number for each in layout.matrices)):
@@ -239,11 +258,7 @@ class _Check:
         only = _LANE_OF.get(op.kind)
         allowed = (only,) if only else ("compute", "update", "cpu")
         if op.lane not in allowed:
-            raise ScheduleError(
-                f"{op.id}: on lane {op.lane}",
-                allowed=f"lane {' or '.join(allowed)}",
-                fix="name this lane in Builder.op",
-            )
+            raise _wrong_lane(op, op.id, allowed)
         sides = {"h2d": ("host", "device"), "d2h": ("device", "host"), "cpu": ("", "host")}
         for names, place in zip(
             (op.reads, op.writes), sides.get(op.lane, ("device", "device")), strict=True

@@ -239,6 +239,106 @@ def test_two_files_of_one_name_do_not_replace_each_other(tmp_path: Path) -> None
     assert not list(tmp_path.rglob("__pycache__")), "folders of users stay as they are"
 
 
+HELPED = POLICY.replace(
+    "\n\nclass Mine",
+    """
+import IMPORTED
+from near import SLOTS
+from .parts.least import least
+from parts import least as module
+import parts.least
+
+
+class Mine""",
+).replace(
+    "        knobs =",
+    """        from late import agreed
+        agreed(SLOTS, least(), module.least(), parts.least.least(), IMPORTED.SLOTS)
+        knobs =""",
+)
+"""A policy that imports modules of its folder in all ways."""
+LATE = "def agreed(*numbers):\n    assert len(set(numbers)) == 1, numbers\n"
+
+
+@pytest.fixture
+def helped(tmp_path: Path) -> Callable[[str, int], str]:
+    """Returns a function that writes a policy to a folder, with a number of weight slots in
+    modules of this folder.
+    """
+
+    def written(folder: str, slots: int) -> str:
+        place = tmp_path / folder
+        (place / "parts").mkdir(parents=True, exist_ok=True)
+        (place / "mine.py").write_text(HELPED.replace("IMPORTED", "near"), encoding="utf-8")
+        (place / "near.py").write_text(f"SLOTS = {slots}\n", encoding="utf-8")
+        (place / "late.py").write_text(LATE, encoding="utf-8")
+        least = "def least():\n    from ..near import SLOTS\n    return SLOTS\n"
+        (place / "parts" / "least.py").write_text(least, encoding="utf-8")
+        return str(place / "mine.py")
+
+    return written
+
+
+def test_a_file_imports_the_modules_of_its_own_folder(
+    make_plan: Callable[..., Plan],
+    helped: Callable[[str, int], str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another folder has modules of the same names, and so does Python's own path."""
+    first, other = make_plan(helped("a", 2), layers=6), make_plan(helped("b", 3), layers=6)
+    (tmp_path / "path").mkdir()
+    for name in ("near", "late", "parts"):
+        (tmp_path / "path" / f"{name}.py").write_text("raise RuntimeError\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path / "path"))
+    assert [slots(first), slots(other), slots(first)] == [2, 3, 2]
+    assert not list(tmp_path.rglob("__pycache__"))
+    copy = Path(helped("copy", 2)).parent
+    for name, content in plugins.source("policy", first.policy).items():
+        (copy / name).write_bytes(content)
+    before = plugins.digest("policy", first.policy)
+    assert plugins.digest("policy", str(copy / "mine.py")) == before
+    helped("a", 4)
+    assert plugins.digest("policy", first.policy) == before, "what was loaded"
+    assert slots(msgspec.structs.replace(first, policy=str(copy / "mine.py"))) == 2
+    assert slots(first) == 4
+    assert plugins.digest("policy", first.policy) != before
+
+
+def test_a_cost_model_imports_a_module_of_its_folder(
+    make_plan: Callable[..., Plan], tmp_path: Path
+) -> None:
+    plan, path = make_plan(), tmp_path / "wide.link.py"
+    path.write_text("from slow import cost_model\n", encoding="utf-8")
+    (tmp_path / "slow.py").write_text(COSTS.replace("FACTOR", "2"), encoding="utf-8")
+    hardware = msgspec.structs.replace(H200, cost_model=str(path))
+    op = next(op for op in policies.lower(plan).ops if op.kind == "forward")
+    slow, usual = (
+        cost_model(each, plan.model, plan.workload).duration_ns(op) for each in (hardware, H200)
+    )
+    assert slow == 2 * usual
+
+
+def test_a_module_does_not_replace_one_of_python_or_of_this_package(tmp_path: Path) -> None:
+    """A file may be in a folder that has a checkout of this package, or a `random.py`."""
+    (tmp_path / "megatrain").mkdir()
+    for name in ("random.py", "megatrain/__init__.py"):
+        (tmp_path / name).write_text("raise RuntimeError\n", encoding="utf-8")
+    path = tmp_path / "mine.py"
+    path.write_text("import random\n" + OPTIMIZER.replace("MOMENTS", "1"), encoding="utf-8")
+    assert plugins.load_file("optimizer", str(path)).Mine.moments == 1
+    assert list(plugins.source("optimizer", str(path))) == [Path("mine.py")]
+
+
+def test_a_failure_in_a_module_names_its_line(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text("import near\n", encoding="utf-8")
+    Path("near.py").write_text("\n\nnone.slots\n", encoding="utf-8")
+    message = r"^policy mine\.py: found NameError while .*'none' .*\(near\.py, line 3\)"
+    with pytest.raises(UserError, match=message):
+        plugins.load_file("policy", "mine.py")
+
+
 def test_every_cache_that_may_depend_on_a_file_is_forgotten_with_it() -> None:
     """A function whose arguments name a policy or an optimizer is cached with `plugins.cached`."""
     folder, found = Path(plugins.__file__).parents[1], 0

@@ -141,7 +141,7 @@ def test_every_policy_has_a_valid_schedule_for_an_outside_optimizer(
             outlined = policies.outline(plan)
             assert sum(b.bytes for b in outlined.buffers) == sum(b.bytes for b in schedule.buffers)
             if moments < 2:
-                with pytest.raises(ScheduleError, match=r"bytes of|writes no moments"):
+                with pytest.raises(ScheduleError, match=r"has .* bytes|writes no moments"):
                     schedule.check(2)
     assert layer_state(plan, "0")["moments"].bytes == 4 * moments
 

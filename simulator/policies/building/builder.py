@@ -6,7 +6,7 @@ The schedule has the fewest dependencies that keep the meaning of the program.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Literal, TypedDict, Unpack, get_args
 
 import msgspec
@@ -27,6 +27,7 @@ from megatrain.simulator.schedule.vector_clocks import VectorClocks
 
 _LANES = {lane: index for index, lane in enumerate(LANES)}
 _COMPUTE = _LANES["compute"]
+_SIZES = ("offset", "bytes", "parameters", "flops", "elements", "shape", "high_priority")
 _CLASSES: tuple[str, ...] = get_args(DataClass)
 
 
@@ -35,6 +36,19 @@ def unknown_lane(id: OpId, lane: str) -> ScheduleError:
     return ScheduleError(
         f"{id}: unknown lane {lane!r}", ", ".join(LANES), "name one of these in Builder.op"
     )
+
+
+def refuse(id: OpId, sizes: Iterable[str]) -> None:
+    """Raises ScheduleError if the layer of an op is not a string, or if one of the names in `sizes`
+    is no size of `Op`.
+    """
+    if not isinstance(id.layer, str):
+        allowed, fix = "a string, such as '3'", "pass the name of the layer to OpId"
+        raise ScheduleError(f"{id}: layer {id.layer!r}", allowed, fix)
+    for name in sizes:
+        if name not in _SIZES:
+            allowed, fix = ", ".join(_SIZES), "pass one of these to Builder.op"
+            raise ScheduleError(f"{id}: unknown size {name!r}", allowed, fix)
 
 
 def checked_dtype(pool: str, data: DataClass, dtype: BufferDtype | None) -> BufferDtype:
@@ -225,8 +239,7 @@ class Builder:
         if lane not in _LANES:
             raise unknown_lane(id, lane)
         if not isinstance(id.layer, str):
-            allowed, fix = "a string, such as '3'", "pass the name of the layer to OpId"
-            raise ScheduleError(f"{id}: layer {id.layer!r}", allowed, fix)
+            refuse(id, sizes)
         reads, writes = tuple(reads), tuple(writes)
         also = None
         if self._serial and self._ids and self._lanes[-1] != _LANES[lane]:
@@ -283,22 +296,14 @@ class Builder:
         try:
             ops = self._ops()
         except TypeError:
-            self._refuse_sizes()
+            for id, sizes in zip(self._ids, self._sizes, strict=True):
+                refuse(id, sizes)
             raise
         schedule = Schedule(policy=self._policy, buffers=tuple(self._buffers), ops=ops)
         vars(schedule).update(
             compiled=IndexedSchedule(self._lanes, self._after, "", self._micro_batches())
         )
         return schedule
-
-    def _refuse_sizes(self) -> None:
-        """Raises ScheduleError if an op has a size that `Op` does not have."""
-        allowed = ["offset", "bytes", "parameters", "flops", "elements", "shape", "high_priority"]
-        for id, sizes in zip(self._ids, self._sizes, strict=True):
-            for name in sizes:
-                if name not in allowed:
-                    fix = "pass one of these to Builder.op"
-                    raise ScheduleError(f"{id}: unknown size {name!r}", ", ".join(allowed), fix)
 
     def _ops(self) -> tuple[Op, ...]:
         """Returns all ops so far."""

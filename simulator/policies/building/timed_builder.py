@@ -9,6 +9,7 @@ from megatrain.simulator.policies.building.builder import (
     Builder,
     Traits,
     checked_dtype,
+    refuse,
     unknown_lane,
 )
 from megatrain.simulator.policies.building.latest_uses import LatestUses
@@ -98,7 +99,11 @@ class TimedBuilder(Builder):
         self._after.append(self._append(number, reads, writes, also))
         if number == _COMPUTE and micro is not None:
             self._last[micro] = op
-        self._which.append(self._size(id, lane, reads, writes, sizes))
+        try:
+            self._which.append(self._size(id, lane, reads, writes, sizes))
+        except (AttributeError, TypeError):
+            refuse(id, sizes)
+            raise
 
     def in_chunks(
         self,
@@ -114,6 +119,10 @@ class TimedBuilder(Builder):
         if self._serial or lane == "compute":
             super().in_chunks(id, lane, reads, writes, chunks, parted, size, width)
             return
+        if lane not in _LANES:
+            raise unknown_lane(id, lane)
+        if not isinstance(id.layer, str):
+            refuse(id, [size])
         kind, layer, number = id.kind, id.layer, _LANES[lane]
         self._after += self._uses.append_chunks(number, reads, writes, parted, len(chunks))
         key = kind, "" if layer.isdigit() else layer, width

@@ -21,7 +21,7 @@ from pages import saved_examples
 from megatrain.experiments.cli.options import OneLineParser
 from megatrain.experiments.commands import sweep
 from megatrain.experiments.files.hardware_file import write_hardware
-from megatrain.experiments.sweep import executed, grid, load_sweep, running, store
+from megatrain.experiments.sweep import executed, grid, load_sweep, running, simulated, store
 from megatrain.experiments.sweep.flat import latest, outdated, write_csv
 from megatrain.experiments.sweep.front import fastest, front
 from megatrain.experiments.sweep.running import SweepEntry, simulate
@@ -363,6 +363,31 @@ def test_each_point_is_planned_unless_knobs_are_swept(
     assert list(frame["planned"]) == [True, False, False]
     assert list(frame["weight_slots"][1:]) == [2, 3]
     assert frame["step_seconds"][0] < frame["step_seconds"][1:].min()
+
+
+@pytest.mark.parametrize("planned", [True, False])
+@pytest.mark.usefixtures("workplace")
+def test_a_point_that_fails_does_not_lose_the_others(
+    command: Any, monkeypatch: pytest.MonkeyPatch, planned: Any
+) -> None:
+    """Its row says what failed, and where."""
+    name = "candidates" if planned else "plan_account"
+    works = getattr(simulated, name)
+
+    def fails(*found: Any, **also: Any) -> Any:
+        if "double_buffer" in (*also.get("policies", ()), getattr(found[0], "policy", "")):
+            return {}["cpu"]
+        return works(*found, **also)
+
+    monkeypatch.setattr(simulated, name, fails)
+    knobs = () if planned else ("--over", "weight_slots", 2)
+    outcome = command(
+        *("sweep", "tiny", "--hardware", "h200", *WORK, *knobs, "--jobs", 1, "--out", "out"),
+        *("--over", "policy", "double_buffer", "k_buffer"),
+    )
+    assert outcome.status == 0, outcome.err
+    assert re.search("2 plans: 1 timed .*, 1 refused", outcome.out)
+    assert re.search(r"refused, 1 plans: KeyError: 'cpu' \(test_sweep\.py, line \d+\)", outcome.out)
 
 
 def test_rows_are_flat(make_plan: Any, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -309,22 +308,18 @@ def test_a_checkpoint_without_a_digest_is_not_resumed_with_another_file_of_the_n
 
 
 def test_a_run_keeps_what_its_optimizer_imports_from_its_folder(
-    place: Path, lion: Path, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    place: Path, lion: Path, run: Callable[..., Any]
 ) -> None:
     future = "from __future__ import annotations\n"
-    beside = "import os, sys\nsys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))\n"
     helper = lion.with_name("decay_of_lion.py")
     helper.write_text("DECAY = 0.5\n", encoding="utf-8")
     helped = TEXTS[1].replace("betas[0]", "decay_of_lion.DECAY").replace(future, "")
-    lion.write_text(f"{future}{beside}import decay_of_lion\n{helped}", encoding="utf-8")
+    lion.write_text(f"{future}import decay_of_lion\n{helped}", encoding="utf-8")
     run(place, steps=1, **EVERY)
     assert own(place / "run") == ["decay_of_lion.py", "lion.py"]
     helper.unlink()
     lion.unlink()
     forget(POLICIES, OPTIMIZERS)
-    sys.modules.pop("decay_of_lion")
-    folder = str(lion.parent)
-    monkeypatch.setattr(sys, "path", [path for path in sys.path if path != folder])
     assert resumed(place, place / "run" / "plan.toml", 2).fit().steps == 2
 
 

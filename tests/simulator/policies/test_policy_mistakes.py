@@ -124,7 +124,16 @@ MISTAKES: dict[str, tuple[tuple[str, str], str]] = {
         (LOAD, LOAD.replace("layer", "int(layer)")),
         "W0f.m0.c0: layer 0 .*; allowed: a string",
     ),
-    "unknown size": ((COPY, "byte=count"), "W0f.m0.c0: unknown size 'byte' .*; allowed: offset, "),
+    "slots that are too small": (
+        (POOL, POOL.replace("size,", "size // 2,")),
+        r"load_weights W0f.m0.c3: device.kept:0 has [\d,]+ bytes; allowed: [\d,]+ bytes or more, .*"
+        r"; fix: pass a larger size to Builder\.slots",
+    ),
+    "a dtype that weights cannot have": (
+        (POOL, POOL.replace("dtype", '"int8"')),
+        r"device.kept:0: weights in int8; allowed: bf16 or fp32; fix: .* to Builder\.slots",
+    ),
+    "unknown size": ((COPY, "byte=count"), "W0f.m0.c0: unknown size 'byte'.*; allowed: offset, "),
     "no bytes": ((COPY, "offset=offset"), "load_weights W0f.m0.c0: copies 0 bytes"),
     "half of the bytes": (
         (COPY, "offset=offset, bytes=count // 2"),
@@ -199,6 +208,27 @@ def planned(make_plan: Callable[..., Plan], path: Path, **changes: object) -> Pl
     return msgspec.structs.replace(plan, digest=policies.lower(plan).digest)
 
 
+@pytest.mark.parametrize("mistake", ["unknown size", "layer that is a number", "wrong lane"])
+def test_a_search_reports_a_mistake_as_a_check_does(
+    make_plan: Callable[..., Plan], tmp_path: Path, mistake: str
+) -> None:
+    """Without a `lower` of its own, the policy is timed with another builder. It also has no wrong
+    lane when a cost model is asked, because this takes the rate of a copy from its lane.
+    """
+    (old, new), message = MISTAKES[mistake]
+    text = EXAMPLE.replace(old, new)
+    start, end = text.index("    def lower("), text.index("    def buffers(")
+    storage = (
+        "    def storage(self, builder, plan):\n        return PinnedStorage(builder, plan)\n\n"
+    )
+    path = tmp_path / "pinned.py"
+    path.write_text(text[:start] + storage + text[end:], encoding="utf-8")
+    plan = make_plan(str(path), layers=6, accumulation=2)
+    for lowering in (policies.lower_for_timing, policies.lower):
+        with pytest.raises(UserError, match=message):
+            lowering(plan)
+
+
 def search_and_verify(plan: Plan) -> None:
     """Does what a command does with a policy: lowers a plan for timing, then checks it."""
     policies.lower_for_timing(plan)
@@ -217,6 +247,29 @@ def test_a_mistake_is_one_line(
         search_and_verify(make_plan(str(path), layers=6, accumulation=2))
     assert str(caught.value).startswith(f"policy {path}: ")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("relative", [True, False])
+def test_a_failure_names_its_line(
+    make_plan: Callable[..., Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, relative: bool
+) -> None:
+    """Also if it is in a module that the policy imports, or if the policy's path is relative."""
+    monkeypatch.chdir(tmp_path)
+    path = Path("pinned.py") if relative else tmp_path / "pinned.py"
+    text = EXAMPLE.replace(RELEASE, "            self.builder.relaese(slot)\n")
+    line = text[: text.index("relaese")].count("\n") + 1
+    message = (
+        r"AttributeError in lower: .* 'relaese'.* \({file}, line {line}\); allowed: a schedule"
+    )
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match=message.format(file=r"pinned\.py", line=line)):
+        policies.lower(make_plan(str(path), layers=6))
+    store, policy = text.split("\n\nclass Pinned(")
+    Path("store.py").write_text(store, encoding="utf-8")
+    policy = f"from store import *\n\n\nclass Pinned({policy}"
+    path.write_text(policy, encoding="utf-8")
+    with pytest.raises(UserError, match=message.format(file=r"store\.py", line=line)):
+        policies.lower(make_plan(str(path), layers=6))
 
 
 def test_a_policy_that_makes_another_schedule_each_time_is_named(

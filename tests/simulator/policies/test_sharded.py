@@ -292,7 +292,7 @@ def test_operands_of_collectives_are_checked(make_plan: Make) -> None:
     target = base_buffer(schedule.by_id["GX1b.m0"].writes[0])
     for changes, refused in (
         ({"sharded": False}, "GX.*: .* is not the fp32 part that a rank owns"),
-        ({"bytes": 4}, "GX.*: needs .* bytes of .*, which has 4"),
+        ({"bytes": 4}, "GX.*: .* has 4 bytes"),
     ):
         buffers = [
             msgspec.structs.replace(buffer, **changes) if buffer.id == target else buffer
@@ -308,7 +308,7 @@ def test_operands_of_collectives_are_checked(make_plan: Make) -> None:
             else buffer
             for buffer in whole.buffers
         ]
-        with pytest.raises(ScheduleError, match=r"bytes of device\.exchange_workspace:all"):
+        with pytest.raises(ScheduleError, match=r"device\.exchange_workspace:all has .* bytes"):
             msgspec.structs.replace(whole, buffers=tuple(workspace)).check()
 
 

@@ -269,7 +269,7 @@ def test_the_schedule_that_the_broken_ones_are_made_from_is_valid() -> None:
         (schedule_of(but(LOAD, lane="disk"), USE, AGAIN), "on no lane: 'disk'"),
         (
             schedule_of(LOAD, but(USE, high_priority=True), AGAIN),
-            "F0.m0: a high priority on compute; only update can have it",
+            "F0.m0: a high priority on compute",
         ),
         (
             schedule_of(LOAD, but(USE, reads=("device.weights:7",)), AGAIN),
