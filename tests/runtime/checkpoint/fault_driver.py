@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).parents[2]
-sys.path.insert(0, str(TESTS))
+sys.path[:0] = [str(TESTS), str(TESTS / "shared")]
 
 import msgspec  # noqa: E402
 import torch  # noqa: E402

@@ -216,13 +216,8 @@ def test_a_search_reports_a_mistake_as_a_check_does(
     lane when a cost model is asked, because this takes the rate of a copy from its lane.
     """
     (old, new), message = MISTAKES[mistake]
-    text = EXAMPLE.replace(old, new)
-    start, end = text.index("    def lower("), text.index("    def buffers(")
-    storage = (
-        "    def storage(self, builder, plan):\n        return PinnedStorage(builder, plan)\n\n"
-    )
     path = tmp_path / "pinned.py"
-    path.write_text(text[:start] + storage + text[end:], encoding="utf-8")
+    path.write_text(EXAMPLE.removesuffix(LOWER).replace(old, new), encoding="utf-8")
     plan = make_plan(str(path), layers=6, accumulation=2)
     for lowering in (policies.lower_for_timing, policies.lower):
         with pytest.raises(UserError, match=message):
