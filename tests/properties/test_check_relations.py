@@ -597,6 +597,7 @@ def test_more_device_memory_is_no_slower_where_the_host_updates_fast() -> None:
             38.75,
             39.25,
             id="third-micro-batch",
+            marks=pytest.mark.nightly,
         ),
         # Larger copies were tried too late, after twelve plans with lower bounds that wait longer:
         # 1.8 % slower.

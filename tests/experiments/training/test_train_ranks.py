@@ -296,7 +296,9 @@ def begun(driver: Driver, name: str, count: int, **more: Any) -> list[int]:
     return processes
 
 
-@pytest.mark.parametrize(("name", "count"), [("2x1", 2), ("2x2", 4)])
+@pytest.mark.parametrize(
+    ("name", "count"), [("2x1", 2), pytest.param("2x2", 4, marks=pytest.mark.nightly)]
+)
 @pytest.mark.usefixtures("plans")
 def test_a_killed_rank_of_the_other_host_is_named(driver: Driver, name: str, count: int) -> None:
     """Each remaining rank ends with one line, which names the rank and its host.

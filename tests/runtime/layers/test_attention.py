@@ -260,8 +260,13 @@ def test_a_kernel_can_only_be_chosen_for_full_attention(make_plan: Callable[...,
 
 @pytest.mark.parametrize(
     "window",
-    [{}, {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}],
-    ids=["full", "sliding above"],
+    [
+        pytest.param({}, marks=pytest.mark.nightly, id="full"),
+        pytest.param(
+            {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+            id="sliding above",
+        ),
+    ],
 )
 def test_a_kept_attention_does_not_change_the_masks_of_other_layers(
     executable: Callable[..., Plan], session: Callable[..., Any], window: dict[str, Any]

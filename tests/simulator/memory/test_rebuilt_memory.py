@@ -179,7 +179,7 @@ def test_the_counts_have_not_changed(family: str) -> None:
         assert now == pytest.approx(then, rel=0.004)
 
 
-@pytest.mark.parametrize("family", others_nightly(MANY_TOKENS, among=("smollm3",)))
+@pytest.mark.parametrize("family", others_nightly(MANY_TOKENS, among=()))
 def test_the_counts_with_many_tokens_have_not_changed(family: str) -> None:
     for now, then in zip(count(family, SHORT), MANY_TOKENS[family], strict=True):
         assert now == pytest.approx(then, rel=0.004)

@@ -60,7 +60,13 @@ def test_memory_for_the_plan_counts_more_than_a_faster_head() -> None:
     assert chosen.loss_chunk == 1024
 
 
-@pytest.mark.parametrize(("tokens", "batch"), [(8192, 1), (1024, 2)], ids=["long", "short"])
+@pytest.mark.parametrize(
+    ("tokens", "batch"),
+    [
+        pytest.param(8192, 1, id="long"),
+        pytest.param(1024, 2, id="short", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_plan_fits_wherever_one_fits_with_the_smallest_chunk(tokens: int, batch: int) -> None:
     """Chunks are small where memory is, until nothing fits."""
     work, seen = Workload(batch=batch, sequence=tokens), []
@@ -248,7 +254,7 @@ def test_every_split_gets_its_own_chunk() -> None:
         # A micro-batch of 1,024 tokens fits at once, and its logits leave no memory for state.
         ("qwen2.5-0.5b", "rtx4090", 1, 0.15, 512),
         # The first plan with 512 tokens is the faster one, and the best plan has 1,024.
-        ("qwen2.5-1.5b", "a100-40", 8, 0.15, 1024),
+        pytest.param("qwen2.5-1.5b", "a100-40", 8, 0.15, 1024, marks=pytest.mark.nightly),
     ],
 )
 def test_a_chunk_below_1024_tokens_is_faster_in_a_whole_search(

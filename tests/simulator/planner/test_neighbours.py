@@ -35,7 +35,11 @@ CASES = (
 
 
 @pytest.mark.parametrize(
-    ("name", "machine", "work", "limits"), CASES, ids=[case[0] for case in CASES]
+    ("name", "machine", "work", "limits"),
+    [
+        pytest.param(*case, id=case[0], marks=[pytest.mark.nightly] * (case[0] == "gpt-oss-20b"))
+        for case in CASES
+    ],
 )
 def test_no_neighbour_that_fits_is_faster_than_the_choice(
     name: str, machine: str, work: Workload, limits: dict[str, int]
@@ -93,7 +97,11 @@ SLOTS = (
 
 
 @pytest.mark.parametrize(
-    ("name", "machine", "work", "host", "seconds"), SLOTS, ids=[case[0] for case in SLOTS]
+    ("name", "machine", "work", "host", "seconds"),
+    [
+        pytest.param(*case, id=case[0], marks=[pytest.mark.nightly] * (case[0] == "gpt-oss-20b"))
+        for case in SLOTS
+    ],
 )
 def test_state_gives_way_to_a_third_weight_slot(
     name: str, machine: str, work: Workload, host: int | None, seconds: float
