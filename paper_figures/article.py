@@ -36,8 +36,8 @@ METHOD = """## Method
     use the first checkpoint interval K of 4, 2 and 1 that fits.
   * *Ours* is our planner's best plan for the same number of tokens per step.
 * **Assumptions** are stated once for each machine in `experiments/published/settings.toml`. A value
-  by which an assumption was chosen is an *input*: that 120B fits into 1.5 TB, for example, because
-  we read 1.5 TB as 1,649 GB so that it does. An input is grey in the pictures and left out of every
+  by which an assumption was chosen is an *input*. An example is that 120B fits into 1.5 TB, because
+  1.5 TB is read as 1,649 GB for this reason. Inputs are grey in the pictures and left out of every
   mean. No efficiency is tuned.
 * **Measurements** were made by this project on H200 machines. They are stars in the pictures.
 * **Pictures**: the paper's points are black. They are hollow if doubtful, and have an arrow if they

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 from megatrain.experiments.cli import file_arguments
+from megatrain.simulator.base.errors import UserError
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
@@ -61,6 +62,13 @@ def run(args: argparse.Namespace) -> int:
         file_arguments.check_replaceable(args.trace, file_arguments.TRACE_FILE)
     if args.picture:
         file_arguments.check_replaceable(args.picture, file_arguments.PICTURE_FILE)
+        if args.picture.suffix.lower() != ".png":
+            raise UserError(
+                f"--picture {args.picture}",
+                found=f"the suffix {args.picture.suffix!r}",
+                allowed=".png",
+                fix="name it NAME.png",
+            )
     plan = file_arguments.plan_of(args.plan)
     hardware = file_arguments.hardware_of(args.plan, plan.hardware)
     with file_arguments.naming(args.plan):

@@ -68,23 +68,28 @@ def store(folder: Path, name: str, data: Any, date: str) -> Path:
 
 def writable_results(out: Path, named: Path | None = None) -> Path:
     """Returns the folder in which results are stored: `named`, or the repository's folder of
-    results, or for an installed package a folder in `out`. If it is missing, it becomes a copy of
-    the stored results, because figures also need measurements.
+    results, or for an installed package a folder in `out`. Stored results that it lacks are copied
+    into it, because figures also need measurements.
 
-    Raises UserError if it is a folder without some of them.
+    Raises UserError if it is a folder with something else.
     """
     in_repository = (ROOT / "pyproject.toml").is_file()
     folder = named or (RESULTS if in_repository else out / "results")
-    if not folder.exists():
-        shutil.copytree(RESULTS, folder)
-    missing = sorted(path.name for path in RESULTS.iterdir() if not (folder / path.name).exists())
-    if missing:
+    if folder.exists() and not (folder / "figures").is_dir():
         raise UserError(
             str(folder),
-            found=f"no {missing[0]} in it",
+            found="no folder figures in it",
             allowed="a copy of the stored results, or a new folder, which becomes one",
             fix="name a new folder with --results",
         )
+    folder.mkdir(parents=True, exist_ok=True)
+    for entry in RESULTS.iterdir():
+        if (folder / entry.name).exists():
+            continue
+        if entry.is_dir():
+            shutil.copytree(entry, folder / entry.name)
+        else:
+            shutil.copy2(entry, folder / entry.name)
     return folder
 
 

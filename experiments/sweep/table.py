@@ -76,13 +76,14 @@ def same_results(rows: Sequence[SweepRow], axes: Sequence[str]) -> list[str]:
 def _changes_nothing(rows: Sequence[SweepRow], name: str) -> bool:
     if not rows or not _varies(rows, name):
         return False
-    results: dict[object, set[object]] = {}
+    results: dict[object, list[object]] = {}
     for row in rows:
         limits = row.device_limit_bytes, row.host_limit_bytes
         others = row.policy, _without(row.knobs, name), row.workload, limits
         found = row.step_seconds, row.device_peak_bytes, row.host_peak_bytes
-        results.setdefault(others, set()).add(found)
-    return all(len(found) == 1 for found in results.values())
+        results.setdefault(others, []).append(found)
+    compared = [found for found in results.values() if len(found) > 1]
+    return bool(compared) and all(len(set(found)) == 1 for found in compared)
 
 
 def _without(knobs: Knobs, name: str) -> Knobs:

@@ -1,7 +1,8 @@
-"""Loads a `.py` file of a user as a package whose submodules are the modules in the file's folder.
+"""Loads a `.py` file of a user as a module of a package. The other modules of the package are those
+of the file's folder.
 
-Each content of the file and of these modules is a package of its own. So two files may import
-different modules of one name, and a copy of a file uses the copies of its modules.
+An edited file is in a new package. So two files may import different modules of one name, and a
+copy of a file uses the copies of its modules.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from megatrain.simulator.base.outside_source import is_elsewhere
+
 
 class _Package(NamedTuple):
     """A file that is loaded as a package."""
@@ -26,22 +29,26 @@ class _Package(NamedTuple):
     files: Mapping[Path, bytes]
     """The content of the file and of its modules, by path relative to the file's folder."""
     names: Set[str]
-    """The names of its modules, without submodules."""
+    """The names by which `import` finds its modules, without submodules."""
 
 
+FILE = "file__"
+"""The name of the file in its package. If the file were the package itself, each module that it
+imports would replace what the file defines under the module's name."""
 _packages: dict[str, _Package] = {}
 
 
 def load_module(name: str, path: Path, files: Mapping[Path, bytes]) -> ModuleType:
-    """Returns the file `path` as the package `name`, which is executed once. `files` is the
+    """Returns the file `path`, which is executed once in the package `name`. `files` is the
     `outside_source` of the file.
     """
     if not _packages:
         sys.meta_path.append(_Finder())
     # The file itself is left out, since an installed package may have its name.
     own = {file.parts[0].removesuffix(".py") for file in files if file != Path(path.name)}
-    _packages[name] = _Package(path.absolute(), files, own)
-    return importlib.import_module(name)
+    names = {module for module in own if not is_elsewhere(module)}
+    _packages[name] = _Package(path.absolute(), files, names)
+    return importlib.import_module(f"{name}.{FILE}")
 
 
 class _Loader(SourceFileLoader):
@@ -57,7 +64,7 @@ class _Loader(SourceFileLoader):
         raise OSError
 
     def get_data(self, path: str) -> bytes:
-        return self._content
+        return self._content if path == self.path else super().get_data(path)
 
     def exec_module(self, module: ModuleType) -> None:
         """Executes the module. Its `import` statements find the modules of its package."""
@@ -98,7 +105,9 @@ class _Finder(importlib.abc.MetaPathFinder):
             return None
         package, place = _packages[top], Path(*rest)
         if not rest:
-            return _spec(fullname, package, Path(package.path.name), is_package=True)
+            return ModuleSpec(fullname, None, is_package=True)
+        if rest == [FILE]:
+            return _spec(fullname, package, Path(package.path.name), is_package=False)
         for file in (place / "__init__.py", place.with_suffix(".py")):
             if file in package.files:
                 is_package = file.name == "__init__.py"

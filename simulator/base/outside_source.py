@@ -37,9 +37,9 @@ def _imported(source: bytes, name: Path) -> Iterator[Path]:
         bases: list[Path] = []
         if isinstance(statement, ast.Import):
             names = [alias.name for alias in statement.names]
-            bases, names = [Path()], [name for name in names if not _is_elsewhere(name)]
+            bases, names = [Path()], [name for name in names if not is_elsewhere(name)]
         elif isinstance(statement, ast.ImportFrom) and not (
-            statement.level == 0 and _is_elsewhere(statement.module or "")
+            statement.level == 0 and is_elsewhere(statement.module or "")
         ):
             # A dot means the folder of the file, and each further one the folder above.
             above = list(name.parents)[statement.level - 1 :] if statement.level else [Path()]
@@ -54,7 +54,7 @@ def _imported(source: bytes, name: Path) -> Iterator[Path]:
                     yield place / "__init__.py"
 
 
-def _is_elsewhere(module: str) -> bool:
+def is_elsewhere(module: str) -> bool:
     """Returns whether a module always comes from Python or this package, even if the folder of the
     file has one of the same name.
     """

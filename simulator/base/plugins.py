@@ -30,7 +30,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.base.outside_module import load_module
+from megatrain.simulator.base.outside_module import FILE, load_module
 from megatrain.simulator.base.outside_source import outside_source
 
 if TYPE_CHECKING:
@@ -113,8 +113,10 @@ def load_file(what: str, path: str) -> ModuleType:
         allowed = f"the path of a .py file that defines {with_article(what)}"
         missing = "a file that cannot be read:" if os.path.lexists(path) else "no file"
         raise UserError(what, found=f"{missing} {path}", allowed=allowed, fix="check the path")
-    # Files of the same name, and earlier contents of a file, have modules of their own.
-    key = hashlib.sha256(f"{os.path.abspath(path)}\0{_digest(files)}".encode()).hexdigest()[:12]
+    # Files of the same name have modules of their own, and so have the contents of a file at
+    # different times.
+    about = f"{_loaded.changes}\0{os.path.abspath(path)}\0{_digest(files)}"
+    key = hashlib.sha256(about.encode()).hexdigest()[:12]
     name = re.sub(r"\W", "_", f"megatrain_{what}_{Path(path).stem}_{key}")
     try:
         module = load_module(name, Path(path), files)
@@ -125,10 +127,11 @@ def load_file(what: str, path: str) -> ModuleType:
 
 
 def line_in(module: str, error: BaseException) -> str:
-    """Returns the last line of `module` or of its submodules that `error` passed through, such as
-    " (ring.py, line 72)". Returns an empty text if it passed through none.
+    """Returns the last line of `module` that `error` passed through, such as " (ring.py, line 72)".
+    Lines of its submodules count, and for a `.py` file those of the modules of its folder. Returns
+    an empty text if it passed through none.
     """
-    place = ""
+    place, module = "", module.removesuffix(f".{FILE}")
     for frame, line in traceback.walk_tb(error.__traceback__):
         name = str(frame.f_globals.get("__name__"))
         if name == module or name.startswith(f"{module}."):

@@ -94,6 +94,8 @@ def workspace(table: CostTable, model: ModelSpec, workload: Workload) -> Workspa
 def _measured_workload(shape: str, workload: Workload) -> Workload:
     """Returns `workload` with the batch, sequence and packing of a measured shape."""
     tokens, sequence = tokens_of(shape)
+    if not sequence:  # not of the usual form
+        return workload
     return msgspec.structs.replace(
         workload, batch=tokens // sequence, sequence=sequence, documents=shape.endswith(DOCUMENTS)
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Mapping
 from numbers import Integral, Real
@@ -18,8 +19,8 @@ _BYTES = "a whole number of bytes >= 0"
 
 
 def checked(costs: Any, where: str, module: str) -> CostModel:
-    """Returns `costs`. From now on, its methods raise UserError if they fail, or if they return
-    what `CostModel` does not allow.
+    """Returns a copy of `costs` whose methods raise UserError if they fail, or if they return what
+    `CostModel` does not allow. Numbers of NumPy become those of Python.
 
     Raises UserError if it lacks an attribute of `CostModel`, or if one has a wrong value.
 
@@ -36,24 +37,31 @@ def checked(costs: Any, where: str, module: str) -> CostModel:
             allowed="a CostModel, such as a subclass of Datasheet",
             fix="return one from the function cost_model",
         )
-    for name, wrong in _ATTRIBUTES.items():
+    if isinstance(costs.duration_ns, _Checked):
+        known: CostModel = costs
+        return known
+    costs = copy.copy(costs)  # it may be a cost model of this package, which others use
+    changed: dict[str, Any] = {}
+    for name, (wrong, plain) in _ATTRIBUTES.items():
         value = getattr(costs, name)
         if allowed := wrong(value):
             raise _refusal(where, f"{value!r} as {name}", allowed)
+        if not _is_plain(value):
+            changed[name] = plain(value)
     dispatched = costs.dispatch_ns.get("compute", 0) > 0
     duration: Callable[[Any, Any], str] = functools.partial(_duration, dispatched=dispatched)
     for name, refused in {**_METHODS, "duration_ns": duration}.items():
-        method = getattr(costs, name)
-        if not isinstance(method, _Checked):
-            try:
-                setattr(costs, name, _Checked(method, refused, name, where, module))
-            except (AttributeError, TypeError) as error:
-                raise UserError(
-                    where,
-                    found=f"{type(costs).__name__}, whose attributes cannot be set",
-                    allowed="an object of a class without __slots__",
-                    fix="derive the class from Datasheet, Calibrated or EstimatedCosts",
-                ) from error
+        changed[name] = _Checked(getattr(costs, name), refused, name, where, module)
+    for name, value in changed.items():
+        try:
+            object.__setattr__(costs, name, value)  # also in a frozen dataclass
+        except (AttributeError, TypeError) as error:
+            raise UserError(
+                where,
+                found=f"{type(costs).__name__}, whose attributes cannot be set",
+                allowed="an object of a class without __slots__",
+                fix="derive the class from Datasheet, Calibrated or EstimatedCosts",
+            ) from error
     found: CostModel = costs
     return found
 
@@ -86,6 +94,8 @@ class _Checked:
             raise _refusal(self._where, text, "a result, or a UserError") from error
         if allowed:
             raise _refusal(self._where, f"{result!r} as {self._called(first)}", allowed)
+        if self._name == "rates":
+            return tuple(map(int, result))
         # A number of NumPy could overflow.
         is_number = isinstance(result, Integral) and not isinstance(result, bool)
         return int(result) if is_number else result
@@ -141,15 +151,31 @@ def _factors(value: object) -> str:
     return "" if fits else "a tuple of numbers > 0"
 
 
-_ATTRIBUTES: dict[str, Callable[[object], str]] = {
-    "dispatch_ns": _dispatch,
-    "step_overhead_ns": lambda value: "" if _whole(value) else "a whole number of ns >= 0",
-    "process_bytes": _bytes,
-    "library_bytes": _bytes,
-    "host_factors": _factors,
+def _nanoseconds(value: object) -> str:
+    return "" if _whole(value) else "a whole number of ns >= 0"
+
+
+def _is_plain(value: Any) -> bool:
+    """Returns whether a number, or all numbers of a mapping or a tuple, are those of Python."""
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
+    parts = value if isinstance(value, tuple) else (value,)
+    return all(type(each) in (int, float) for each in parts)
+
+
+def _plain(value: Mapping[str, Integral]) -> dict[str, int]:
+    return {lane: int(each) for lane, each in value.items()}
+
+
+_ATTRIBUTES: dict[str, tuple[Callable[[object], str], Callable[[Any], object]]] = {
+    "dispatch_ns": (_dispatch, _plain),
+    "step_overhead_ns": (_nanoseconds, int),
+    "process_bytes": (_bytes, int),
+    "library_bytes": (_bytes, int),
+    "host_factors": (_factors, lambda value: tuple(map(float, value))),
 }
-"""Attribute of a cost model -> a function that returns what is allowed, or an empty text if the
-value is."""
+"""Attribute of a cost model -> two functions: one that returns what is allowed, or an empty text if
+the value is, and one that returns the value in numbers of Python."""
 _METHODS: dict[str, Callable[[Any, Any], str]] = {
     "sizes": _instance(Sizes, optional=False),
     "demand": _instance(Demand, optional=True),

@@ -138,37 +138,44 @@ def best_split(
                 continue
             if quick_times:
                 times.append((min(quick_times), index))
-    if refused and not times:
-        raise refused[0]
     chosen = [
         tried[index] for time, index in sorted(times)[:_FINALISTS] if time < _CLOSE * min(times)[0]
-    ] or [tried[-1]]
-    if choose_chunk:
-        chosen = [
-            with_loss_chunk(
+    ]
+    found: list[list[Choice]] = []
+    # If no split fits, the smallest batch that the policies accept is searched.
+    for work in chosen or reversed(tried):
+        try:
+            chunked = (
+                with_loss_chunk(
+                    model,
+                    hardware,
+                    work,
+                    device_limit=device_limit,
+                    host_limit=host_limit,
+                    policies=policies,
+                )
+                if choose_chunk
+                else work
+            )
+            choices = candidates(
                 model,
                 hardware,
-                work,
+                chunked,
+                source=source,
+                hardware_name=hardware_name,
+                policies=policies,
                 device_limit=device_limit,
                 host_limit=host_limit,
-                policies=policies,
             )
-            for work in chosen
-        ]
-    searched = (
-        candidates(
-            model,
-            hardware,
-            work,
-            source=source,
-            hardware_name=hardware_name,
-            policies=policies,
-            device_limit=device_limit,
-            host_limit=host_limit,
-        )
-        for work in chosen
-    )
-    return min(searched, key=lambda choices: rank(choices[0]))
+        except UserError as error:
+            refused.append(error)
+            continue
+        found.append(choices)
+        if not chosen:
+            break
+    if not found:
+        raise refused[0]
+    return min(found, key=lambda choices: rank(choices[0]))
 
 
 def _quick(plan: Plan, costs: CostModel) -> Iterator[Plan]:

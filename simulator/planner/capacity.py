@@ -364,26 +364,31 @@ def _least_state_bytes(plan: Plan) -> float:
 def _footprints(plan: Plan, costs: CostModel) -> Iterator[MemoryFootprint]:
     """Yields the plans of one policy that may need the least memory.
 
-    The first ones keep the layer inputs on the device, with each checkpoint interval. The others
-    offload the inputs of all layers. If the policy obeys every field of the
-    placement, there are also plans that offload
-    the inputs of the first 1/4, 2/4 or 3/4 of the layers, or of all layers but one, for a host that
-    cannot hold them all, and a plan that also updates its layers on the host, which needs no slots
-    for state on the device. Each plan has the fewest slots that the policy accepts. If the policy
-    allows one group of all micro-batches, each plan is yielded without and with such a group.
+    The first ones keep the layer inputs on the device, with each checkpoint interval. If the policy
+    declares `offloaded_inputs`, others offload the inputs of all layers. If it obeys every field of
+    the placement, there are also plans that offload the inputs of the first 1/4, 2/4 or 3/4 of the
+    layers, or of all layers but one, for a host that cannot hold them all, and a plan that also
+    updates its layers on the host, which needs no slots for state on the device. Each plan has the
+    fewest slots that the policy accepts. If the policy allows one group of all micro-batches, each
+    plan is yielded without and with such a group.
     """
     model = plan.model
     decoders = [str(index) for index in range(model.layers)]
-    obeys = policy_library.find(plan.policy).obeys_everything
+    policy = policy_library.find(plan.policy)
+    obeys = policy.obeys_everything
     counts = (
         {model.layers - 1, *(model.layers * quarters // 4 for quarters in (3, 2, 1))} - {0}
         if obeys
         else set()
     )
-    offloads = [
-        "all",
-        *(ranges(decoders, set(decoders[:count])) for count in sorted(counts, reverse=True)),
-    ]
+    offloads = (
+        [
+            "all",
+            *(ranges(decoders, set(decoders[:count])) for count in sorted(counts, reverse=True)),
+        ]
+        if "offloaded_inputs" in policy.placements
+        else []
+    )
     # With a single group, gradients need no fp32 sum in host memory. Groups of other sizes need as
     # much host memory as groups of 1, and more device memory.
     groups = dict.fromkeys((1, group_sizes(plan)[-1]))

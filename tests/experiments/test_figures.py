@@ -255,15 +255,25 @@ def test_a_regime_states_what_the_host_updates() -> None:
         assert ablations.streamed(placed).knobs.placement == streams
 
 
-def test_a_folder_without_measurements_is_refused_before_the_simulations(
+def test_a_folder_with_something_else_is_refused_before_the_simulations(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
-    results = tmp_path / "results"
-    shutil.copytree(stored.RESULTS / "figures", results / "figures")
+    (tmp_path / "results").mkdir()
     monkeypatch.setattr(rerun, "rerun", lambda *_: pytest.fail("it simulated"))
-    status, _, error = command("figures", "fig5", "--rerun", "--results", results)
+    status, _, error = command("figures", "fig5", "--rerun", "--results", tmp_path / "results")
     assert status == 2
-    assert f"{results}: found no h100-h200-short-recompute in it; allowed: a copy of" in error
+    assert "results: found no folder figures in it; allowed: a copy of" in error
+
+
+def test_an_earlier_copy_of_the_results_gets_those_that_it_lacks(tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    (results / "figures").mkdir(parents=True)
+    (results / "figures" / "figure5.json").write_text("{}")
+    assert stored.writable_results(tmp_path, results) == results
+    assert {path.name for path in stored.RESULTS.iterdir()} == {
+        path.name for path in results.iterdir()
+    }
+    assert (results / "figures" / "figure5.json").read_text() == "{}"
 
 
 def test_the_command_simulates_stores_and_draws(tmp_path: Path, command: Command) -> None:

@@ -330,6 +330,34 @@ def test_a_module_does_not_replace_one_of_python_or_of_this_package(tmp_path: Pa
     assert list(plugins.source("optimizer", str(path))) == [Path("mine.py")]
 
 
+def test_a_module_does_not_replace_what_the_file_defines(tmp_path: Path) -> None:
+    """Regression test: the modules of the folder were attributes of the file."""
+    (tmp_path / "common.py").write_text("import limits\nfrom limits import most\n")
+    (tmp_path / "limits.py").write_text("most = 3\n")
+    path = tmp_path / "mine.py"
+    path.write_text("limits = 7\nfrom common import most\n")
+    found = plugins.load_file("policy", str(path))
+    assert (found.limits, found.most) == (7, 3)
+
+
+def test_a_relative_module_does_not_hide_one_of_python(tmp_path: Path) -> None:
+    (tmp_path / "queue.py").write_text("Q = 1\n")
+    path = tmp_path / "mine.py"
+    path.write_text("from .queue import Q\nimport queue\nqueue.Queue()\n")
+    assert plugins.load_file("policy", str(path)).Q == 1
+
+
+def test_a_file_is_executed_again_after_an_edit_was_undone(tmp_path: Path) -> None:
+    """It may have read other files that have changed meanwhile."""
+    path, other = tmp_path / "mine.py", tmp_path / "rates.txt"
+    reads = "from pathlib import Path\nRATES = Path(__file__).with_name('rates.txt').read_text()\n"
+    for text, rates in ((reads, "one"), ("RATES = 'none'\n", "one"), (reads, "two")):
+        path.write_text(text)
+        other.write_text(rates)
+        found = plugins.load_file("policy", str(path)).RATES
+    assert found == "two"
+
+
 def test_a_failure_in_a_module_names_its_line(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text("import near\n", encoding="utf-8")

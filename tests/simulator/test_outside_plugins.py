@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
+import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +19,8 @@ from megatrain.experiments.cli import main as cli
 from megatrain.experiments.cli.options import machine_notes
 from megatrain.experiments.files.hardware_file import write_hardware
 from megatrain.simulator.base.errors import UserError
-from megatrain.simulator.costs import Datasheet, EstimatedCosts, cost_model
+from megatrain.simulator.costs import CostModel, Datasheet, EstimatedCosts, cost_model
+from megatrain.simulator.costs.contention import Demand
 from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.families import FAMILIES
 from megatrain.simulator.model.specs import ModelSpec
@@ -292,14 +295,48 @@ def one(*_: object) -> Constant:
     return ONE
 
 
-def test_a_cost_model_that_is_made_once_is_checked_once(install: Install) -> None:
-    install("megatrain.cost_models", "one", "one")
-    hardware = msgspec.structs.replace(H200, cost_model="one")
+@dataclasses.dataclass(frozen=True)
+class Frozen(Constant):
+    """A cost model with numbers of NumPy, whose attributes cannot be set."""
+
+    dispatch_ns = {"compute": numpy.int64(1)}  # type: ignore[assignment]  # noqa: RUF012
+    step_overhead_ns = numpy.int64(7)  # type: ignore[assignment]
+    sharing = Constant().sharing
+
+    def rates(self, busy: tuple[Demand, ...]) -> tuple[int, ...]:
+        return tuple(numpy.array(super().rates(busy), int))
+
+
+def frozen(*_: object) -> Frozen:
+    return Frozen()
+
+
+def ours(hardware: HardwareSpec, model: ModelSpec, work: Workload) -> CostModel:
+    return cost_model(msgspec.structs.replace(hardware, cost_model=""), model, work)
+
+
+def test_the_checks_do_not_change_what_the_function_returned(install: Install) -> None:
+    """Regression test: a cost model of the package itself was changed for everyone."""
     model = ModelSpec.load("qwen2.5-0.5b")
-    method = cost_model(hardware, model, WORK).duration_ns
-    assert cost_model(hardware, model, WORK).duration_ns is method
+    for name, usual in (("one", ONE), ("ours", cost_model(H200, model, WORK))):
+        install("megatrain.cost_models", name, name)
+        before = type(usual.duration_ns)
+        found = cost_model(msgspec.structs.replace(H200, cost_model=name), model, WORK)
+        assert type(found.duration_ns) is not before
+        assert type(usual.duration_ns) is before
+
+
+@pytest.mark.parametrize("name", ["one", "frozen"])
+def test_numbers_of_numpy_become_those_of_python(install: Install, name: str) -> None:
+    install("megatrain.cost_models", name, name)
+    hardware = msgspec.structs.replace(H200, cost_model=name)
+    model = ModelSpec.load("qwen2.5-0.5b")
+    found = cost_model(hardware, model, WORK)
     best = search(model, hardware, WORK, policies=["sequential"])[0]
-    assert type(method(op=lower(best.plan).ops[0])) is int
+    assert type(found.duration_ns(op=lower(best.plan).ops[0])) is int
+    assert type(found.step_overhead_ns) is int
+    assert {type(each) for each in found.dispatch_ns.values()} == {int}
+    assert json.loads(msgspec.json.encode(best.plan.prediction))
 
 
 @pytest.fixture

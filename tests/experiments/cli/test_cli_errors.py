@@ -558,6 +558,9 @@ MISTAKES = {
         "an earlier trace",
         "another file",
     ),
+    "picture of another kind": Mistake(
+        ("simulate", "plan.toml", "--picture", "timeline.pdf"), "'.pdf'", ".png", "NAME.png"
+    ),
     "picture over another file": Mistake(
         ("simulate", "plan.toml", "--picture", "plan.toml"),
         "not a picture",

@@ -1073,6 +1073,14 @@ def test_a_knob_that_changes_no_result_is_named(command: Any) -> None:
 
 
 @pytest.mark.usefixtures("workplace")
+def test_no_knob_is_named_if_no_two_plans_differ_only_in_it(command: Any) -> None:
+    """`sequential` accepts one slot only, and `double_buffer` other numbers."""
+    words = ("sweep", "tiny", "--hardware", "h200", *WORK, "--jobs", 1, "--out", "swept")
+    words += ("--over", "policy", "sequential", "double_buffer", "--over", "weight_slots", 1, 2)
+    assert "has no effect" not in command(*words).out
+
+
+@pytest.mark.usefixtures("workplace")
 def test_an_interrupted_sweep_says_how_many_plans_it_keeps(
     command: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,7 +20,7 @@ from megatrain.simulator.hardware.machine import HardwareSpec
 from megatrain.simulator.model.specs import ModelSpec
 from megatrain.simulator.model.workload import Workload
 from megatrain.simulator.planner.batch_splits import best_split
-from megatrain.simulator.planner.search import search
+from megatrain.simulator.planner.search import candidates, search
 from megatrain.simulator.planner.shared_step import shared_step
 from megatrain.simulator.policies.k_buffer import KBuffer
 from megatrain.simulator.policies.policy import Policy, PolicyWarning
@@ -287,9 +287,35 @@ def test_splits_of_a_step_that_a_policy_refuses_are_left_out(
         path = write(REFUSES.format(refused, base))
         choices = best_split(model, H200, Workload(batch=1, sequence=64), 512, policies=[path])
         assert choices[0].plan.workload.accumulation == accumulation
+    # Nothing fits, and the smallest batch, which is usually reported then, is refused.
+    path = write(REFUSES.format("plan.workload.accumulation > 1", base))
+    (lacking,) = best_split(
+        model, H200, Workload(batch=1, sequence=64), 512, policies=[path], device_limit=2**20
+    )
+    assert not lacking.feasible
+    assert lacking.plan.workload.accumulation == 1
     never = write(REFUSES.format("True", base))
     with pytest.raises(UserError, match="refusing"):
         best_split(model, H200, Workload(batch=1, sequence=64), 512, policies=[never])
+
+
+def test_no_plan_has_a_field_that_its_policy_does_not_declare(write: Callable[[str], str]) -> None:
+    """Regression test: inputs were offloaded where a plan fits only in this way."""
+    path = write(
+        """
+        class Part(KBuffer):
+            name = "part"
+            placements = ("saved_activations",)
+        """
+    )
+    model = ModelSpec.load("qwen2.5-0.5b")
+    verdict = judge(model, H200, Workload(batch=1, sequence=1024), policies=[path], advise=False)
+    assert verdict.longest_context
+    for tokens, fits in ((verdict.longest_context, True), (verdict.longest_context + 64, False)):
+        work = Workload(batch=1, sequence=tokens, loss_chunk=1024)
+        choice = candidates(model, H200, work, policies=[path])[0]
+        assert choice.feasible == fits
+        assert not choice.plan.knobs.placement.offloaded_inputs
 
 
 def test_a_policy_that_places_a_part_is_advised_what_it_can_do(write: Callable[[str], str]) -> None:
