@@ -89,8 +89,8 @@ def run(args: argparse.Namespace) -> int:
         shared_work=shared,
     )
     width, measured = layout.terminal_width(), options.machine_notes(hardware, model)
-    # The answer is known in less than half of the command's time. If the model does not fit, the
-    # answer names the memory with which another plan fits.
+    # The answer is known after half of the command's time or less. If the model does not fit, the
+    # answer names the memory with which another plan fits, and only the advice finds that.
     early = verdict.feasible and not args.json
     if early:
         lines = verdict_text.answer_lines(verdict, width, about_machine=measured)

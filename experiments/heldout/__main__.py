@@ -75,9 +75,9 @@ def parser() -> options.OneLineParser:
         metavar="NAME",
         help=(
             "the suite of cases: h200 (default); default-set, calibrated as without a model;"
-            " compiled, with compiled layers; families, predicted from the library's rates;"
-            " figures, places of two figures with the whole 7B model, and choices, the planner's"
-            " choice against other plans, both predicted in the same way; or tiny to try the script"
+            " compiled, with compiled layers; choices, the planner's choice against plans that are"
+            " nearly as fast; families, predicted from the library's rates; figures, places of two"
+            " figures with the whole 7B model, predicted in the same way; or tiny to try the script"
             " on a CPU"
         ),
     )

@@ -319,7 +319,7 @@ def _compiled() -> Suite:
 
 def _choices() -> Suite:
     """Returns the suite that compares the planner's choice with the variants of `NEARBY` and with
-    other policies, for one model of the suite `h200`. Only this model is calibrated.
+    the policy `k_buffer`, for one model of the suite `h200`. Only this model is calibrated.
     """
     whole = _h200()
     model, cap = "qwen2.5-3b-10", 16 * 2**30

@@ -79,8 +79,8 @@ def lasting_mask_bytes(model: ModelSpec, workload: Workload) -> int:
     during the head.
 
     Each kind of attention has one mask. It is boolean, or in the compute dtype if the scores are
-    written out. A step of gemma-2-9b with written-out scores took 131 MiB more beside its head with
-    3 x 4,096 tokens than with 16 x 1,024, and this mask is 128 MiB larger
+    written out. A step of gemma-2-9b, whose scores are written out, took 131 MiB more beside its
+    head with 3 x 4,096 tokens than with 16 x 1,024. Its masks are 128 MiB larger
     (experiments/results/h200-default-set).
     """
     masks = {
